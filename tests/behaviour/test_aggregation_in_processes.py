@@ -1,4 +1,4 @@
-"""Two processes with an aggregator or compression end where one process ends."""
+"""Two processes with an aggregator or compression get the result of one process."""
 
 from functools import partial
 from importlib.util import find_spec
@@ -73,7 +73,7 @@ LOUDLY = partial(
 
 
 def noisy_mean() -> torch.Tensor:
-    """Return the noise of a round without clients, by the 5 that were expected."""
+    """Return the noise of a round without clients, divided by the 5 expected clients."""
     aggregator = DifferentialPrivacy(3.0, 0.7, 1e-5).for_run(FedAvg(), None, BernoulliSampler(0.5))
     aggregation = aggregator.of_round({"delta": "weighting"}, "uniform", [], 10)
     ranks, x = Ranks(int(torch.distributed.get_rank()), 2, torch.device("cpu")), torch.zeros(200_000)
@@ -82,7 +82,7 @@ def noisy_mean() -> torch.Tensor:
 
 
 def columns() -> list[torch.Tensor]:
-    """Return what a process gets of rows that processes hold unequally many of."""
+    """Return the columns that a process gets if the processes hold different numbers of rows."""
     ranks = Ranks(int(torch.distributed.get_rank()), 2, torch.device("cpu"))
     found = []
     for counts in ((1, 2), (3, 0), (0, 1)):

@@ -1,4 +1,4 @@
-"""Every public method that users call refuses junk by name, as constructors do; nobody is trained by then."""
+"""Every public method that users call refuses junk by name before any training, as constructors do."""
 
 import logging
 import math
@@ -21,11 +21,11 @@ from tests.helpers.training import Net, classification, data, seeded, trainer
 
 
 class Odd:
-    """What no argument could be."""
+    """A value that is invalid for any argument."""
 
 
 class Staged(Net):
-    """A module for every stage, whom nobody may train or evaluate."""
+    """A module for every stage, which fails the test if it is trained or evaluated."""
 
     def training_step(self, *_: Any) -> None:
         pytest.fail("a client was trained")
@@ -34,7 +34,7 @@ class Staged(Net):
 
 
 HUGE = 10**400
-SOON = 20.0  # seconds of CPU time, on any machine, where counting up to 10**15 takes days
+SOON = 20.0  # seconds of CPU time: enough on any machine, while counting to 10**15 takes days
 JUNK = (
     *(None, True, "x", "", b"x", -1, 0, 1.5, math.nan, math.inf, 1j, HUGE, 10**15),
     *(Odd(), Odd, [], {}, [None], ["x"], {"a": None}, (1, "x"), torch.zeros(3), torch.zeros(())),
@@ -48,8 +48,8 @@ LOADERS = (
     ["x"],
     {"a": None},
     (1, "x"),
-)  # an empty one is legal; what is in it is a matter of the steps
-CLIENTS = (0, True)  # ids of clients that there are: to Python, True is 1
+)  # an empty loader is legal, and only the steps can judge its contents
+CLIENTS = (0, True)  # ids of existing clients: in Python, True equals 1
 PARTITIONS: dict[str, Any] = {
     "Dirichlet": parts.Dirichlet(3, 0.5),
     "BalancedDirichlet": parts.BalancedDirichlet(3, 1.0),
@@ -94,7 +94,7 @@ def private() -> Any:
 
 
 Call = tuple[Callable[[Any], Any], tuple[Any, ...]]
-CALLS: dict[str, Call] = {  # what is called with junk, and what of the junk is none
+CALLS: dict[str, Call] = {  # a call with junk, and the values that are legal for it
     "fit.model": (lambda v: trainer().fit(v, data()), ()),
     "fit.train_dataloaders": (lambda v: trainer().fit(Staged(), v), ()),
     "fit.val_dataloaders": (lambda v: trainer(max_rounds=0).fit(Staged(), data(), v), NOTHING),
@@ -115,7 +115,7 @@ CALLS: dict[str, Call] = {  # what is called with junk, and what of the junk is 
     "client_size.client_id": (lambda v: module().client_size(v), CLIENTS),
     "client_batches.client_id": (lambda v: module().client_batches(v), CLIENTS),
     "client_val_dataset.client_id": (lambda v: module().client_val_dataset(v), ("x", "", -1, 0, 10**15, HUGE)),
-    "set_clients.clients": (lambda v: module().set_clients(v), ([], {})),  # a fit refuses it
+    "set_clients.clients": (lambda v: module().set_clients(v), ([], {})),  # only a fit refuses them
     "FederatedDataset.size": (lambda v: dataset().size(v), CLIENTS),
     "FederatedDataset.dataset": (lambda v: dataset().dataset(v), CLIENTS),
     "client_state.client_id": (lambda v: loop().client_state(v), CLIENTS),
@@ -143,7 +143,7 @@ def legal(name: str, value: Any) -> bool:
 
 
 def attempt(name: str, value: Any) -> FederatedError | None:
-    """Call with junk, and return the refusal; anything but a refusal fails."""
+    """Call with junk and return the refusal, if any. Any other error fails the test."""
     started = time.process_time()
     shown = "10**400" if type(value) is int and value == HUGE else repr(value)
     refusal = None

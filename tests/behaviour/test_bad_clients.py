@@ -1,4 +1,4 @@
-"""A client that fails stops the run by name, or leaves the round as if it had not been drawn."""
+"""A failing client stops the run by name, or leaves the round as if it had not been drawn."""
 
 import math
 import re
@@ -41,12 +41,12 @@ run = partial(engines.run, limit_val_batches=0)
 
 # Clients that fail, each in its own way
 
-# what a mark in an example's first feature makes the module do
+# marks in an example's first feature, by the fault that they trigger
 MARKS = {"inf loss": 101.0, "nan gradient": 102.0, "huge update": 103.0}
 
 
 class Touchy(Ordinary):
-    """A network whose training step fails on marked examples, in tensor operations alone."""
+    """A network whose training step fails on marked examples, using only tensor operations."""
 
     def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
         marks = batch[0][:, 0]
@@ -59,7 +59,7 @@ class Touchy(Ordinary):
 
 
 class Broken(Dataset):
-    """Examples of which one cannot be read."""
+    """Examples with a last one that cannot be read."""
 
     def __init__(self, examples: TensorDataset) -> None:
         self.examples = examples
@@ -93,7 +93,7 @@ def with_invalid(examples: TensorDataset, cause: str) -> Dataset:
 
 
 class WithInvalid(FederatedDataModule):
-    """Clients of :data:`SIZES`, of which some fail."""
+    """Clients of :data:`SIZES`. Some of them fail."""
 
     def __init__(self, causes: Mapping[int, str], **kwargs: Any) -> None:
         clients = [with_invalid(classification(n, i), causes.get(i, "")) for i, n in enumerate(SIZES)]
@@ -101,7 +101,7 @@ class WithInvalid(FederatedDataModule):
 
 
 class OnDemand(FederatedDataModule):
-    """The same, built when needed; the data of some cannot be."""
+    """The same clients, built lazily. Building the data of some of them fails."""
 
     def __init__(self, causes: Mapping[int, str]) -> None:
         super().__init__(val=classification(20, 77), batch_size=4)
@@ -114,7 +114,7 @@ class OnDemand(FederatedDataModule):
 
 
 class EmptyBatches(FederatedDataModule):
-    """The same, where a client's loader yields a batch without examples."""
+    """The same clients, but one client's loader yields a batch without examples."""
 
     def __init__(self, bad: int) -> None:
         super().__init__(clients=[classification(n, i) for i, n in enumerate(SIZES)], val=classification(20, 77))
@@ -129,7 +129,7 @@ class EmptyBatches(FederatedDataModule):
 
 
 def made(cause: str, bad: int = BAD) -> Callable[[], FederatedDataModule]:
-    """Return what makes a data module in which a client fails for a cause."""
+    """Return a factory of data modules in which a client fails for a cause."""
     if cause == "empty batch":
         return partial(EmptyBatches, bad)
     return partial(OnDemand if cause == "no data" else WithInvalid, {bad: cause})
@@ -152,7 +152,7 @@ CAUSES: dict[str, str] = {
 
 
 class Without(list):
-    """A cohort sampler: always these clients."""
+    """A cohort sampler that always draws these clients."""
 
     def __call__(self, seed: int, round: int) -> list[int]:
         return list(self)
@@ -172,13 +172,13 @@ def outcome(engine: str, cause: str, **options: Any) -> tuple[Any, Record]:
 
 
 def sound(engine: str, cause: str, **options: Any) -> tuple[Any, Record]:
-    """Run the same, where the client that fails is never drawn."""
+    """Run the same rounds without ever drawing the failing client."""
     return outcome(engine, cause, **{"sampler": REST, **options})
 
 
 @cache
 def never_drawn(engine: str, kind: str) -> tuple[Any, Record]:
-    """Return the sound run, which is the same for all causes that leave the other clients as they are."""
+    """Return the cached sound run, shared by all causes that do not change the other clients."""
     return sound(engine, kind)
 
 
@@ -195,7 +195,7 @@ def assert_left_no_trace(dropped: tuple[Any, Record], never: tuple[Any, Record],
     algorithm, ended = dropped[0].fit_loop.settings.algorithm, [[], [BAD] * 2]
     if (
         algorithm.full_grad_at and algorithm.full_grad_readers(1) == "nobody"
-    ):  # it fails before its work in round 0 alone
+    ):  # it fails before its work only in round 0
         ended.append([BAD])
     assert [i for what, i in dropped[1].order if what == "end" and i == BAD] in ended
 
@@ -437,7 +437,7 @@ def test_run_ends_when_whole_gradient_cohort_fails() -> None:
         outcome("sequential", "loader raises", **options, **DROP)
 
 
-# What is nobody's own fault is not dropped
+# Errors that no client causes are not dropped
 
 
 class Fails(FederatedCallback):
@@ -480,7 +480,7 @@ def test_errors_not_caused_by_a_client_stop_the_run(engine: str, error: type[Bas
         assert isinstance(caught.value, ClientError)
         assert f"{error.__name__}: not the client's" in str(caught.value)
     else:
-        assert isinstance(caught.value, SystemExit)  # Lightning makes one of an interrupt
+        assert isinstance(caught.value, SystemExit)  # Lightning turns an interrupt into one
 
 
 def test_non_vectorizable_module_is_rejected_when_dropping() -> None:
@@ -530,7 +530,7 @@ def test_failing_batch_does_not_disable_traces() -> None:
         assert trainer.fit_loop.clients.engine.step.traces.allowed, cause
 
 
-# Updates out of all proportion
+# Disproportionate updates
 
 
 def test_max_update_ratio_can_be_set_or_disabled() -> None:
@@ -559,7 +559,7 @@ def test_updates_of_rounding_size_cause_no_outliers() -> None:
 
 
 class Hinge(pl.LightningModule):
-    """A linear classifier in float64 whose loss and gradient vanish where all margins are above 1."""
+    """A linear classifier in float64 whose loss and gradient vanish when all margins are above 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -581,7 +581,7 @@ def test_learning_client_is_not_an_outlier_among_converged_ones(
     decay: float, options: dict[str, Any], engine: str
 ) -> None:
     class Decays(Hinge):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:  # rounds, where there is nothing left to learn
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:  # leaves converged clients rounding errors
             return super().training_step(batch, batch_idx) + decay * self.layer.weight.square().sum()
 
     def clients() -> FederatedDataModule:
@@ -595,7 +595,7 @@ def test_learning_client_is_not_an_outlier_among_converged_ones(
 
 
 def test_update_beyond_float32_rounding_is_an_outlier() -> None:
-    x = torch.ones(4, dtype=torch.float64)  # of norm 2, so that 2.4e-7 may be rounding
+    x = torch.ones(4, dtype=torch.float64)  # its norm is 2, so 2.4e-7 may be rounding
     with pytest.raises(
         ClientError, match="an update of norm 0.3 in round 0, 1.26e.06 times the 2.38e-07 that may be rounding"
     ):
@@ -617,7 +617,7 @@ def test_population_loss_excludes_failing_clients(engine: str, cause: str) -> No
     outcome(engine, cause, **options, **DROP)
 
 
-# Resuming, several processes, and whatever may come together
+# Resuming, several processes, and random combinations
 
 
 @pytest.mark.thorough
@@ -704,7 +704,7 @@ def test_dropping_failed_clients_matches_never_sampling_them(
 ) -> None:
     good = [i for i in cohort if i not in bad]
     if 2 * len(good) <= len(cohort):
-        return  # nor would the median mean anything
+        return  # without a majority of good clients, the median means nothing
     if weighting is not None and "weighting" not in METHODS[method].reduces.values():
         weighting = None
     options = {"algorithm": METHODS[method], "weighting": weighting, "max_rounds": 2, "clients_per_round": None}

@@ -1,4 +1,4 @@
-"""Every key of a configuration refuses what it cannot take, by name, before any training."""
+"""Every key of a configuration refuses invalid values by name before any training."""
 
 import inspect
 import re
@@ -32,11 +32,11 @@ def _no_training(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def refusal(config: Path, *args: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """Run a configuration, and return what the user is told; a bare trace fails."""
+    """Run a configuration and return the user's error message. A bare traceback fails the test."""
     with pytest.raises(SystemExit) as stop:
         main(["fit", "--config", str(config), "--trainer.accelerator", "cpu", *args])
     assert stop.value.code not in (0, None)
-    return capsys.readouterr().err.rpartition("error:")[2] + str(stop.value)  # the usage before it has every key
+    return capsys.readouterr().err.rpartition("error:")[2] + str(stop.value)  # drops the usage, which has every key
 
 
 def changed(folder: Path, *keys: str, value: Any) -> Path:
@@ -62,7 +62,7 @@ def keys() -> list[tuple[str, ...]]:
     return [*own, *(("trainer", name) for name in lightning), *parts]
 
 
-FEW_KEYS = [  # one that the trainer checks, one that is a class, Lightning's own, and one of each other part
+FEW_KEYS = [  # one that the trainer checks, a class, one of Lightning's, and one of each other section
     *(("trainer", "clients_per_round"), ("trainer", "algorithm"), ("trainer", "logger")),
     *(("model", "init_args", "hidden"), ("data", "init_args", "alpha")),
 ]
@@ -76,7 +76,7 @@ def test_config_key_rejects_unknown_mapping(
 
 
 def leaves(config: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield where a configuration has a value that is neither a mapping nor a list of mappings."""
+    """Yield the paths of a configuration's values that are neither mappings nor lists of mappings."""
     for key, value in config.items() if isinstance(config, dict) else enumerate(config):
         if isinstance(value, dict) or (isinstance(value, list) and value and isinstance(value[0], dict)):
             yield from leaves(value, (*path, key))
@@ -163,7 +163,7 @@ WRONG: list[tuple[tuple[str, ...], Any, str]] = [
 ]
 
 
-FEW_MESSAGES = {  # found by the parser, by a class, by the trainer, between two keys, and when the data are there
+FEW_MESSAGES = {  # from the parser, a class, the trainer, a pair of keys, and a check of the data
     *("clients_per_round=31 asks for more clients than the 30", "local_epochs or local_steps, not both"),
     "SignFlipAttack(clients=1): clients must be a share",
     *("FedAvgg", "Both sampler=", "max_round", "os.system"),

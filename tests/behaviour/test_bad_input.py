@@ -26,7 +26,7 @@ from tests.helpers.selection import few
 from tests.helpers.training import QUIET
 
 FACES = (lightning_fed, algorithms, server, data, models, callbacks, metrics)
-MADE_BY_THE_PACKAGE = {  # results and parts that users are handed
+MADE_BY_THE_PACKAGE = {  # results and parts that users only receive
     *("ClientError", "ClientReport", "FederatedError", "FederatedLoop", "FederatedOptimizer", "RoundReport"),
     *("Eigenvalue", "GradientDissimilarities", "SkewTable", "Spread"),
 }
@@ -100,21 +100,21 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "hessian_dissimilarity": {"products": [lambda v: v], "start": torch.ones(2)},
     "spread": {"values": [1.0]},
 }
-ALSO_KNOWN_AS = {"clients": "client"}  # what a message may say instead of the argument's name
-ANY_SIGN = {  # a negative number means something here
+ALSO_KNOWN_AS = {"clients": "client"}  # a message may use this instead of the argument's name
+ANY_SIGN = {  # negative numbers are legal here
     *(("FederatedTrainer", name) for name in ("max_rounds", "max_epochs")),
     ("ClientTable", "missing"),
     *(("FeatureShift", "rotation"), ("Quadratic", "x0"), ("Quadratic", "optimum"), ("TargetMetric", "target")),
 }
-NO_LIMIT = {("FederatedTrainer", "max_update_ratio"), ("spread", "values")}  # an infinite number means something
-NAMES_OF_MESSAGES = {("NormClipping", "max_norm")}  # a mapping, compared with the method's names when they meet
+NO_LIMIT = {("FederatedTrainer", "max_update_ratio"), ("spread", "values")}  # infinity is legal here
+NAMES_OF_MESSAGES = {("NormClipping", "max_norm")}  # a mapping, checked once the method is known
 LISTS_OF_EXAMPLES = {"val", "test", "predict", "keys"}  # any list may be a data set
 HUGE = 10**400
-SOON = 20.0  # seconds of CPU time, on any machine, where counting up to 10**15 takes days
+SOON = 20.0  # seconds of CPU time: enough on any machine, while counting to 10**15 takes days
 
 
 class Odd:
-    """What no argument could be."""
+    """A value that is invalid for any argument."""
 
 
 JUNK = (
@@ -156,7 +156,7 @@ def is_number(value: Any) -> bool:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of the type that an annotation asks for."""
+    """Return whether a value has the annotated type."""
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any:
         return True
@@ -180,7 +180,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def is_junk(name: str, parameter: str, value: Any) -> bool:
-    """Whether an argument must be refused: it is of the wrong type, negative, not finite, or beyond all counting."""
+    """Return whether an argument must be refused: of the wrong type, negative, not finite or far too large."""
     hint = hint_of(name, parameter)
     if isinstance(value, Mapping) and (name, parameter) in NAMES_OF_MESSAGES:
         return False
@@ -216,7 +216,7 @@ def _digits_are_read_once() -> Iterator[None]:
 
 
 def attempt(name: str, parameter: str, value: Any) -> FederatedError | None:
-    """Give one argument a value, and return the refusal; anything but a refusal by name fails."""
+    """Pass one value and return the refusal, if any. Other errors and refusals without the name fail the test."""
     started = time.process_time()
     shown = "10**400" if value == HUGE else repr(value)
     refusal = None
@@ -244,7 +244,7 @@ def test_required_arguments_are_sufficient() -> None:
 
 
 NAMES = list(dict.fromkeys(name for name, _ in CASES))
-LARGE = ("CifarCNN", "EmnistCNN", "MnistCNN")  # which ConvNet checks, after a network is made
+LARGE = ("CifarCNN", "EmnistCNN", "MnistCNN")  # ConvNet checks their arguments, after a network is made
 
 
 @pytest.mark.parametrize("name", few(NAMES, [name for name in NAMES if name not in LARGE]))
@@ -281,13 +281,13 @@ OUT_OF_RANGE: dict[str, dict[str, list[Any]]] = {
     "FederatedTrainer": {
         "clients_per_round": [0, 0.0, 1.5, -0.5],
         "local_epochs": [0],
-        "local_steps": [0, 3],  # local_epochs is given already
+        "local_steps": [0, 3],  # local_epochs is already given
         "engine": ["warp"],
         "buffers": ["mean"],
         "weighting": ["sizes"],
         "local_optimizer_state": ["fresh"],
         "gradient_clip_on": ["both"],
-        "chunk_size": [0, 4],  # of no use to the sequential engine
+        "chunk_size": [0, 4],  # the sequential engine does not use it
         "max_rounds": [-2],
         "sampler": [server.UniformSampler],
         "algorithm": [algorithms.FedAvg, "FedAvg"],

@@ -1,6 +1,6 @@
-"""Lightning's behaviours on its own Trainer and on a federated one with a single client, side by side.
+"""Compare Lightning's own Trainer with a federated one that has a single client.
 
-``pytest tests/behaviour/test_beside_lightning.py -m "" -s`` prints the table of the differences that are meant.
+``pytest tests/behaviour/test_beside_lightning.py -m "" -s`` prints the table of intended differences.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -24,13 +24,13 @@ from torch.utils.data import DataLoader
 from lightning_fed import FederatedDataModule, FederatedError, FederatedTrainer
 from tests.helpers.training import QUIET, Net, classification, parameters, seeded
 
-TRAIN, VAL = classification(18, 0), classification(40, 77)  # five batches of four, the last one of two
+TRAIN, VAL = classification(18, 0), classification(40, 77)  # five batches: four of four examples and one of two
 
 Run = Callable[..., pl.Trainer]
 
 
 class Logs(Net):
-    """Logs in every place and halves its rate every epoch; without dropout, whose masks come from other streams."""
+    """Logs everywhere and halves its rate every epoch. It has no dropout, since the trainers draw different masks."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.0, momentum=0.0)
@@ -79,12 +79,12 @@ def federated(model: type[Logs] = Logs, **options: Any) -> pl.Trainer:
 
 
 def model_of(trainer: pl.Trainer) -> list[float]:
-    """Return the model that a fit has left, to the digits that both ways to sum agree in."""
+    """Return the fitted parameters, rounded to the digits in which both orders of summation agree."""
     return [round(float(value), 5) for value in parameters(trainer.lightning_module)]
 
 
 def after(**options: Any) -> Callable[[Run, Path], Any]:
-    """Return the observation of the model and the epoch that options lead to."""
+    """Return a function that observes the epoch and the model after a run with some options."""
 
     def observe(run: Run, folder: Path) -> Any:
         trainer = run(**options)
@@ -213,7 +213,7 @@ QUICK = (
 
 
 def observed(name: str, run: Run, folder: Path) -> Any:
-    """Return what is observed of a behaviour, or that it is refused."""
+    """Return the observation of a behaviour, or "refused"."""
     try:
         return BEHAVIOURS[name](run, folder)
     except FederatedError:
@@ -241,7 +241,7 @@ class Smooth(Net):
 
 
 class Longer:
-    """Batches that go on beyond their length."""
+    """A loader that yields more batches than its length."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -273,14 +273,14 @@ def test_loader_longer_than_its_length_is_cut_off(engine: str) -> None:
     trainer = FederatedTrainer(**{**QUIET, "max_epochs": 2, "local_epochs": 1, "engine": engine})
     trainer.fit(seeded(Smooth), Own())
     assert loaders[0].asked == 2 * len(loaders[0]) < 2 * len(DataLoader(TRAIN, batch_size=4))
-    assert loaders[1].asked - loaders[0].asked in (0, 1, 2)  # batches that an engine tries before the first round
+    assert loaders[1].asked - loaders[0].asked in (0, 1, 2)  # an engine tries batches before the first round
     assert model_of(trainer) == model_of(beside)
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("fails", [False, True])
 def test_all_loaders_are_closed_after_fit(engine: str, fails: bool) -> None:
-    """Its workers, if any, would go on until the trainer is collected."""
+    """Check that loaders are closed: their workers would run until the trainer is garbage-collected."""
     is_open: list[bool] = []
 
     class Loader(Longer):

@@ -1,4 +1,4 @@
-"""The configurations say what they mean: each changes its own part, and the part it names is the part that is made."""
+"""Each configuration changes only its own part, and builds the part that it names."""
 
 import importlib
 import inspect
@@ -42,14 +42,14 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def stacked(*paths: Path) -> FederatedCLI:
-    """Return what the quickstart's configuration makes with others on top."""
+    """Return the command line built from the quickstart's configuration with others on top."""
     return built(*(word for path in (QUICKSTART, *paths) for word in ("--config", str(path))))
 
 
 def check(value: Any, config: Any) -> None:
-    """Check that an object, or what it was made from, has the class and the arguments that a configuration names."""
+    """Check that an object has the class and the arguments that a configuration names."""
     if not isinstance(config, dict) or "class_path" not in config:
-        assert value == config or repr(value) == repr(config)  # a wrapped argument shows itself as it was given
+        assert value == config or repr(value) == repr(config)  # a wrapped argument keeps its original's repr
         return
     assert type(value).__name__ == config["class_path"].rpartition(".")[2]
     for name, argument in config.get("init_args", {}).items():
@@ -63,7 +63,7 @@ def check(value: Any, config: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def _command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give no arguments but a test's own, and take back the seed that ``seed_everything`` leaves behind."""
+    """Pass only a test's own arguments, and restore the environment that ``seed_everything`` changes."""
     monkeypatch.setattr(sys, "argv", ["lightning-fed"])
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")
     monkeypatch.setenv("PL_SEED_WORKERS", "0")
@@ -79,7 +79,7 @@ def test_every_method_has_a_config() -> None:
 
 
 def unknown(config: Any) -> Iterator[str]:
-    """Yield the classes and arguments, at any depth of a configuration, that there are not."""
+    """Yield a configuration's classes and arguments that do not exist, at any depth."""
     if isinstance(config, list):
         for part in config:
             yield from unknown(part)
@@ -118,7 +118,7 @@ def test_config_builds_the_parts_it_names(path: Path) -> None:
     for name in parts & set(config.get("trainer", {})):
         check(getattr(settings, name), config["trainer"][name])
     own = config.get("trainer", {}).get("callbacks+", [])
-    for named in [*own, *read(QUICKSTART)["trainer"]["callbacks"]]:  # a stacked config adds callbacks, replacing none
+    for named in [*own, *read(QUICKSTART)["trainer"]["callbacks"]]:  # a stacked config adds callbacks and replaces none
         (callback,) = [c for c in cli.trainer.callbacks if type(c).__name__ == named["class_path"].rpartition(".")[2]]
         if named in own:
             check(callback, named)
@@ -150,7 +150,7 @@ def test_every_method_trains_on_unmodified_quickstart(path: Path) -> None:
 
 
 class Rates(pl.Callback):
-    """Notes the local optimizer's rate after each round."""
+    """Records the local optimizer's rate after each round."""
 
     def __init__(self) -> None:
         self.rates: list[float] = []

@@ -1,6 +1,6 @@
-"""What methods promise whatever their formula: one table of them all, one contract, through the real trainer.
+"""The contract that all methods keep: one table of them all, tested through the real trainer.
 
-A new method joins by one line of :data:`METHODS`; the first test fails until it has one.
+To add a method, add a line to :data:`METHODS`. The first test fails until it has one.
 """
 
 import inspect
@@ -85,9 +85,9 @@ class Method:
 
     Attributes:
         algorithm: The method with its options.
-        central: The centralized optimizer that it is, where every client takes part with one full-batch local step.
-        reaches: When several local steps end at the joint optimum of dissimilar least-squares clients: with "partial"
-            participation, with "full" participation, there only if local "batches" are full too, or "never".
+        central: The centralized optimizer that it equals when every client takes part with one full-batch local step.
+        reaches: When several local steps reach the joint optimum of dissimilar least-squares clients: with "partial"
+            participation, with "full" participation, with full participation and full local "batches", or "never".
         optimizer: The local optimizer.
     """
 
@@ -107,7 +107,7 @@ BASES: dict[str, tuple[BaseOptimizer, Optimizer | None]] = {
     "Adagrad": (Adagrad(eps=0.1), partial(torch.optim.Adagrad, lr=LR, eps=0.1)),
     "Yogi": (Yogi(0.5, 0.9, eps=0.1), partial(FedYogi, lr=LR, beta1=0.5, beta2=0.9, tau=0.1, v0=0.0)),
 }
-"""Base optimizers and the centralized ones that they are, torch's own where there is one."""
+"""Base optimizers, each with its centralized equivalent (torch's own if there is one) or None."""
 
 METHODS: dict[str, Method] = {
     "ServerOnly": Method(ServerOnly(), partial(torch.optim.SGD, lr=1.0), "batches"),
@@ -158,9 +158,9 @@ METHODS: dict[str, Method] = {
     **{
         f"{cls.__name__} {name}": Method(
             cls(base),
-            # a nonlinear direction of the clients' own gradients is not that of their mean
+            # the mean of the clients' nonlinear directions is not the direction of their mean gradient
             central if cls is not MimeLite or isinstance(base, SGD | SGDm) else None,
-            # for the others it is not known, or slow
+            # unknown or slow for the others
             ("never" if cls is MimeLite else "full") if name in ("SGD", "SGDm") else None,
         )
         for cls in (Mime, MimeLite, CMime)
@@ -199,11 +199,11 @@ USUAL = [
     "CMime Adam old",
     "MimeLite Yogi",
 ]
-"""Methods that go different ways, which the default run takes; every class is among them."""
+"""The methods of the default run. They take different code paths, and every class is among them."""
 
 
 def where(condition: Callable[[Method], bool], usual: Collection[str] = USUAL) -> Any:
-    """Parametrise over the methods that a promise is about; the default run takes the usual ones."""
+    """Parametrize over the methods that meet a condition. The default run takes the usual ones."""
     names = [name for name, method in METHODS.items() if condition(method)]
     return pytest.mark.parametrize("name", few(names, [name for name in usual if name in names]))
 
@@ -228,7 +228,7 @@ def classifier(method: Method) -> Classifier:
 
 
 def trainer(method: Method, **kwargs: Any) -> FederatedTrainer:
-    """Return a quiet trainer of a method that does not validate, without local work if it has none."""
+    """Return a quiet trainer of a method, without validation, and without local work if the method has none."""
     if method.algorithm.local_work:
         return local_trainer(algorithm=method.algorithm, limit_val_batches=0, **kwargs)
     kwargs = {k: v for k, v in kwargs.items() if k not in ("local_steps", "local_epochs")}
@@ -291,7 +291,7 @@ NEUTRAL: dict[str, tuple[Method, dict[str, Any], bool]] = {
         Method(FedDyn(2.0, evaluate="mean")), {"max_rounds": 1, "local_steps": 1, "weighting": None}, False,
     ),
 }  # fmt: skip
-"""Settings that make a method FedAvg; whether bit for bit or up to rounding; over what differs from the others' run."""
+"""Methods equal to FedAvg, their changes to the common settings, and whether they are equal to the bit."""
 
 
 NOT_IN_TEST_ROUNDS = [name for name in NEUTRAL if name not in ("FedProx(0)", "FedCM(1)", "MimeLite", "MimeLite SGD")]
@@ -393,7 +393,7 @@ SIZES = (24, 36, 30, 42)
 def distance(
     method: Method, sizes: tuple[int, ...] = SIZES, lr: float = LR, batch_size: int = 100, **kwargs: Any
 ) -> float:
-    """Return how far from the joint optimum a run of several local steps a round ends."""
+    """Return the distance from the joint optimum after a run with several local steps a round."""
     fair = "population" in method.algorithm.reduces.values() and not method.algorithm.uses_mean_examples
     fair = fair or method.algorithm.default_weighting == "uniform"
     target = least_squares.optimum(least_squares.clients(sizes), (1,) * len(sizes) if fair else sizes)
@@ -440,7 +440,7 @@ class Quadratic(pl.LightningModule):
 
 
 def scalar_path(method: Method, a: tuple[float, float], dissimilarity: float) -> Tensor:
-    """Return three rounds on a_1 x^2 / 2 + G x and a_2 x^2 / 2 - G x, the pair of Mime's section 6.1."""
+    """Return x after each of three rounds on a_1 x^2 / 2 + G x and a_2 x^2 / 2 - G x (Mime's section 6.1)."""
     rows = [[[a[0]], [dissimilarity]], [[a[1]], [-dissimilarity]]]
     clients = [TensorDataset(*torch.tensor(row, dtype=torch.float64).unsqueeze(1)) for row in rows]
     recorder, model = Trajectory(), Quadratic(partial(method.optimizer, lr=0.05))
@@ -528,10 +528,10 @@ SLOW = [None, SystemsHeterogeneity(stragglers=0.5)]
 
 
 def combinations() -> list[Any]:
-    """Return which method meets which parts.
+    """Return the combinations of methods and parts to test.
 
-    Every method meets every part, and over all methods any two parts meet. A method that takes a base optimizer meets
-    two parts of a kind with each base, and so all of them. In the default run any two parts still meet.
+    Every method is combined with every part, and any two parts are combined in some method. A method with a base
+    optimizer gets two parts of a kind per base, and so all of them. The default run still combines any two parts.
     """
     found, met = [], set()
     for number, (name, method) in enumerate(METHODS.items()):

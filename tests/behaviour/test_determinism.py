@@ -1,4 +1,4 @@
-"""The same seed gives the same bits: in another process, with other hash seeds, loader workers and orders of files."""
+"""The same seed gives the same bits in another process, and with other hash seeds, loader workers and file orders."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ ENGINES = ("sequential", "vectorized")
 
 
 class Listed(Dataset[Any]):
-    """Examples one by one, for which a loader is needed."""
+    """Single examples, which need a loader."""
 
     def __init__(self, seed: int, size: int) -> None:
         self.tensors = classification(size, seed).tensors
@@ -43,13 +43,13 @@ class Listed(Dataset[Any]):
 
 
 def listed(num_workers: int = 0) -> FederatedDataModule:
-    """Return clients with names, whose examples go through a DataLoader."""
+    """Return named clients whose examples go through a DataLoader."""
     clients = {name: Listed(seed, 6 + seed) for seed, name in enumerate(NAMES)}
     return FederatedDataModule(clients=clients, batch_size=4, num_workers=num_workers)
 
 
 def checksum(datamodule: FederatedDataModule, **options: Any) -> str:
-    """Train, with dropout, and return a checksum of the server parameters and of what clients keep."""
+    """Train with dropout, and return a checksum of the server parameters and the client states."""
     run = trainer(server_optimizer=lambda p: FedAdam(p, lr=0.1), weighting=None, **options)
     run.fit(seeded(), datamodule)
     state = run.fit_loop.state
@@ -86,7 +86,7 @@ def write_clients(folder: Path) -> Path:
 
 
 def elsewhere(folder: Path, hash_seed: str) -> dict[str, str]:
-    """Return the checksums as another process finds them."""
+    """Return the checksums that another process computes."""
     module = "tests.behaviour.test_determinism"
     code = f"import json; from {module} import checksums; print(json.dumps(checksums({str(folder)!r})))"
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
@@ -103,7 +103,7 @@ def test_other_processes_and_hash_seeds_give_identical_bits(tmp_path: Path) -> N
     folder = write_clients(tmp_path / "clients")
     here = checksums(str(folder))
     assert elsewhere(folder, "0") == elsewhere(folder, "1") == here
-    assert len({here[f"{name}, sequential"] for name in METHODS}) == len(METHODS)  # checksums tell runs apart
+    assert len({here[f"{name}, sequential"] for name in METHODS}) == len(METHODS)  # checksums distinguish methods
 
 
 @pytest.mark.thorough
@@ -118,7 +118,7 @@ def test_different_seed_gives_different_result() -> None:
 
 
 class LossesAtX(FederatedCallback):
-    """Keep the loss and mu that clients read in every round and a client's loss after it; leave other random states."""
+    """Record every round's loss and mu, and a client's loss after it. Change the global random state."""
 
     def __init__(self, elsewhere: int) -> None:
         self.elsewhere = elsewhere
@@ -158,7 +158,7 @@ def test_losses_random_in_eval_mode_depend_only_on_seed(engine: str, tmp_path: P
 
 
 class Entries:
-    """A listing of a folder in another order."""
+    """A folder's entries in another order."""
 
     def __init__(self, entries: list[Any]) -> None:
         self.entries = entries
@@ -175,7 +175,7 @@ class Entries:
 
 @contextmanager
 def folders_listed(backwards: bool) -> Iterator[None]:
-    """Let the operating system list folders by name, or backwards."""
+    """Make the operating system's functions list folders by name, or backwards."""
     scandir, listdir, iterdir = os.scandir, os.listdir, Path.iterdir
 
     def by_name(entries: Any) -> list[Any]:

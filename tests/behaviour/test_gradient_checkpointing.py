@@ -1,4 +1,4 @@
-"""Gradient checkpointing: activations are computed again in the backward pass, and nothing else changes."""
+"""Gradient checkpointing: the backward pass recomputes activations, and nothing else changes."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ METHODS = {"FedAvg": FedAvg, "SCAFFOLD": Scaffold, "Mime": Mime, "FedDANE": lamb
 
 
 class Checkpointed(Net):
-    """Keeps no activation of its body, which has dropout."""
+    """Checkpoints its body, which has dropout, and so keeps none of its activations."""
 
     def __init__(self, reentrant: bool | None = False, dropout: float = 0.3) -> None:
         super().__init__(dropout=dropout)
@@ -28,13 +28,13 @@ class Checkpointed(Net):
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Leave the count of passes alone."""
+        """Do not count validation passes."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.reentrant is None:
             return super().forward(x)
         if self.reentrant:
-            x = x.clone().requires_grad_()  # a segment without an input that has a gradient gets none itself
+            x = x.clone().requires_grad_()  # without such an input, a segment gets no gradients
         return self.head(checkpoint(self._body, x, use_reentrant=self.reentrant))
 
     def _body(self, x: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def test_results_equal_run_without_gradient_checkpointing(method: str, reentrant
     for made in (reentrant, None):
         models.append(seeded(Checkpointed, reentrant=made))
         ends.append(fit(models[-1], algorithm=METHODS[method]()))
-    assert torch.equal(ends[0], ends[1])  # dropout's masks too: the generators are set back
+    assert torch.equal(ends[0], ends[1])  # dropout's masks too: checkpointing restores the generators
     assert models[0].passes == 2 * models[0].steps > 0  # every step computes its activations twice
 
 

@@ -1,4 +1,4 @@
-"""Files from elsewhere run nothing, whatever they hold, and what runs write loads without running anything."""
+"""Files from elsewhere never execute code, and files that runs write load without executing any."""
 
 import json
 import math
@@ -35,7 +35,7 @@ INSTANTIATOR = "pytorch_lightning.cli.instantiate_module"
 
 
 class Hostile:
-    """An object whose unpickling leaves a mark."""
+    """An object that leaves a mark when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return Path("ran").touch, ()
@@ -43,7 +43,7 @@ class Hostile:
 
 @pytest.fixture(autouse=True)
 def _nothing_runs(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Put a module in the way whose import leaves a mark, and look for marks at the end."""
+    """Add a module that leaves a mark when it is imported, and check for marks at the end."""
     Path("evil.py").write_text("from pathlib import Path\nimport torch\nPath('ran').touch()\nNet = torch.nn.Identity\n")
     monkeypatch.syspath_prepend(str(Path.cwd()))
     yield
@@ -61,14 +61,14 @@ def test_hostile_pickle_leaves_its_marker_when_loaded() -> None:
 
 @cache
 def whole() -> bytes:
-    """Return a checkpoint of a run of two rounds."""
+    """Return a checkpoint of a two-round run."""
     (run := trainer(max_rounds=2)).fit(Net(), data())
     run.save_checkpoint("whole.ckpt")
     return Path("whole.ckpt").read_bytes()
 
 
 def checkpoint(**changes: Any) -> str:
-    """Save a checkpoint of a run, with something else in it."""
+    """Save a checkpoint of a run with some entries replaced, and return its path."""
     Path("whole.ckpt").write_bytes(whole())
     torch.save({**torch.load("whole.ckpt", weights_only=True), **changes}, "hostile.ckpt")
     return "hostile.ckpt"
@@ -136,7 +136,7 @@ def test_hostile_checkpoint_on_command_line_runs_no_code(write: Callable[..., st
 
 
 class Scheduled(Net):
-    """A module with a schedule, whose checkpoints hold something in every part."""
+    """A module with momentum and a schedule, so that every part of its checkpoints has content."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
@@ -166,7 +166,7 @@ JUNK = [LEAVE, None, "x", [], -5, 10**30, math.nan, torch.zeros(3), torch.tensor
 
 
 def told_of_another(place: tuple[Any, ...], junk: Any) -> list[str]:
-    """Resume from a checkpoint of which a part was changed; return a refusal that does not tell of the checkpoint."""
+    """Resume from a checkpoint with a changed part, and return any refusal that does not mention the checkpoint."""
     changed = part = torch.load("whole.ckpt", weights_only=True)
     for name in place[:-1]:
         part = part[name]
@@ -197,7 +197,7 @@ def test_error_for_corrupt_part_names_the_checkpoint(place: tuple[Any, ...]) -> 
 
 @contextmanager
 def suppress_refusal() -> Iterator[list[str]]:
-    """Let a refusal pass, and yield a list that has its text at the end."""
+    """Suppress a refusal, and yield a list that receives its text."""
     told: list[str] = []
     try:
         yield told
@@ -236,7 +236,7 @@ HYPER_PARAMETERS = [
 )
 def test_hostile_hyperparameters_run_no_code(hostile: dict[str, Any], reader: str) -> None:
     path = checkpoint(hyper_parameters=hostile)
-    READERS[reader](path)  # weights and state alone are taken
+    READERS[reader](path)  # it takes only weights and state
     if "_instantiator" in hostile:
         with pytest.raises(ValueError, match="blocked to prevent arbitrary code execution"):
             Net.load_from_checkpoint(path)

@@ -1,4 +1,4 @@
-"""Real processes, struck at random moments, go on from what is on the disk and end with the same bits."""
+"""Real processes, struck at random moments, resume from the disk and end with the same bits."""
 
 import json
 import os
@@ -36,12 +36,12 @@ from lightning_fed.server.client_states.disk_store import read_version
 from tests.helpers.kills import EXITS, KINDS, WHERE, Places, Strike, killed_when, struck_together
 from tests.helpers.training import QUIET, rounds_in, same
 
-ROUNDS, BLOWS = 8, len(KINDS)  # each within a round and a half, so that the run has not ended before the last one
+ROUNDS, BLOWS = 8, len(KINDS)  # each within a round and a half, so that even the last one hits before the run ends
 WHEREABOUTS = ("dirpath", "best_model_path", "best_k_models", "kth_best_model_path", "last_model_path")
 
 
 class Plateau(MLPClassifier):
-    """A schedule that looks at validation, and a momentum of the local optimizer's own."""
+    """A module with a schedule that monitors validation, and with momentum in its local optimizer."""
 
     momentum = 0.5
 
@@ -79,12 +79,12 @@ def work(folder: Path, places: FederatedCallback | None = None, **options: Any) 
     data = FederatedDataModule(train=digits()[0], val=digits()[1], partition=Dirichlet(8, 0.3), batch_size=32)
     trainer.fit(model, data, ckpt_path="last")
     if places is not None:
-        places.moment.strike = None  # the fit is what handles signals
+        places.moment.strike = None  # only a fit handles signals
     trainer.save_checkpoint(folder / "end")
 
 
 def end(folder: Path) -> dict[str, Any]:
-    """Return everything that the end of a run comes to, except where its files lie, times, and Lightning's counters."""
+    """Return a run's final checkpoint and client states, without paths, times and Lightning's counters."""
     found = torch.load(folder / "end", weights_only=True)
     for state in found["callbacks"].values():
         for name in WHEREABOUTS:
@@ -98,7 +98,7 @@ def end(folder: Path) -> dict[str, Any]:
 
 
 def strikes(seed: int, number: int, counts: dict[str, int]) -> list[Strike]:
-    """Return strikes at random moments of about a round and a half, of every kind and at every sort of moment."""
+    """Return strikes of every kind, at random places and moments within about a round and a half."""
     stream, found = random.Random(seed), []
     for i in range(number):
         kind = KINDS[(seed + i) % len(KINDS)]
@@ -110,9 +110,9 @@ def strikes(seed: int, number: int, counts: dict[str, int]) -> list[Strike]:
 def survive(
     fit: Callable[..., None], folder: Path, seed: int, number: int, processes: int = 1
 ) -> list[tuple[str, str]]:
-    """Run without a blow; then strike another run time and again, go on, and compare; return what fell where.
+    """Compare an undisturbed run with one that is struck and resumed repeatedly, and return the strikes that hit.
 
-    Of several processes, one is struck at a time, and all must end.
+    With several processes, each strike hits one of them, and all must end.
     """
     whole, hurt, nothing = folder / "whole", folder / "hurt", [None] * processes
     ends = struck_together(partial(fit, whole), nothing, folder)
@@ -150,7 +150,7 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_repeatedly_killed_run_ends_with_identical_bits(name: str, tmp_path: Path) -> None:
     options = RUNS[name]
-    digits()  # before the processes part
+    digits()  # cached before the processes fork
     fallen = survive(lambda folder, places: work(folder, places, **options), tmp_path, list(RUNS).index(name), BLOWS)
     assert len(fallen) == BLOWS, fallen
 

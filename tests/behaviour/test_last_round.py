@@ -1,4 +1,4 @@
-"""``last`` is the last round at which a checkpoint was due, whatever a monitored metric does."""
+"""``last`` is the latest round with a checkpoint due, regardless of the monitored metric."""
 
 import pickle
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ from tests.helpers.processes import in_processes
 from tests.helpers.selection import few
 from tests.helpers.training import Net, data, parameters, rounds_in, seeded, trainer
 
-SCORES = (0.5, 0.9, 0.3, 0.2, 0.1, 0.95, 0.4)  # of the rounds: the best are the second, then the sixth
+SCORES = (0.5, 0.9, 0.3, 0.2, 0.1, 0.95, 0.4)  # by round: the best is the second, then the sixth
 ROUNDS = len(SCORES)
 
 
 class Scored(Net):
-    """Its metric is what the table says."""
+    """Logs :data:`SCORES` as its metric."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if not self.trainer.sanity_checking:
@@ -31,7 +31,7 @@ class Scored(Net):
 
 
 class Watch(FederatedCallback):
-    """Notes what ``last`` of each ModelCheckpoint holds whenever a round begins; 0 before there is one."""
+    """Records the round in each ModelCheckpoint's ``last`` whenever a round begins, or 0 before there is one."""
 
     def __init__(self) -> None:
         self.seen: dict[str, list[int]] = {}
@@ -48,7 +48,7 @@ def saver(folder: Path, kind: type[ModelCheckpoint] = ModelCheckpoint, **options
 
 
 def run(folder: Path, *callbacks: Any, **options: Any) -> Any:
-    """Run Scaffold with a scripted metric, or go on with it."""
+    """Run Scaffold with a scripted metric, or resume such a run."""
     ckpt_path, given = options.pop("ckpt_path", None), {"max_rounds": ROUNDS, "algorithm": Scaffold(), **options}
     made = trainer(callbacks=list(callbacks), enable_checkpointing=True, default_root_dir=folder, **given)
     made.fit(seeded(Scored), data(), ckpt_path=ckpt_path)
@@ -56,14 +56,14 @@ def run(folder: Path, *callbacks: Any, **options: Any) -> Any:
 
 
 def held(folder: Path, keep: ModelCheckpoint, **options: Any) -> list[int]:
-    """Return the rounds that ``last`` held after each of a run's."""
+    """Return the round that ``last`` held after each round of a run."""
     watch = Watch()
     run(folder, watch, keep, **options)
     return [*watch.seen[Path(str(keep.dirpath)).name][1:], rounds_in(keep.last_model_path)]
 
 
 class Named(ModelCheckpoint):
-    """Puts the round into the name of its last one, and saves in a hook that is its own."""
+    """Puts the round into the name of its last checkpoint, and overrides a hook that saves."""
 
     CHECKPOINT_NAME_LAST = "{epoch}-last"
 
@@ -85,7 +85,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[int]]] = {
     "where validated": ({}, {"check_val_every_n_epoch": 2}, SECOND),
     "where validated, link": ({"save_last": "link"}, {"check_val_every_n_epoch": 2}, SECOND),
     "between validations": ({"save_on_train_epoch_end": True}, {"check_val_every_n_epoch": 2}, EVERY),
-    "by the clock": ({"train_time_interval": timedelta(0), "save_last": "link"}, {}, [0, *EVERY[:-1]]),  # within rounds
+    "by the clock": ({"train_time_interval": timedelta(0), "save_last": "link"}, {}, [0, *EVERY[:-1]]),  # mid-round
     "subclass": ({"kind": Named}, {}, EVERY),
     "subclass, link, every second": ({"kind": Named, "save_last": "link", "every_n_epochs": 2}, {}, SECOND),
     "at once": ({}, {"engine": "vectorized"}, EVERY),
@@ -143,12 +143,12 @@ def test_rounds_are_written_no_more_often_than_needed(
     run(tmp_path, saver(tmp_path, save_last=save_last), client_states="disk")
     assert [rounds.count(n) for n in EVERY] == writes
     (index,) = map(Index, (tmp_path / "client_states").glob("*-0000"))
-    assert len({name for name, _ in index.versions()}) == 2  # what the best and the last one refer to
+    assert len({name for name, _ in index.versions()}) == 2  # one for the best checkpoint, one for the last
     index.close()
 
 
 def resumed(folder: Path, save_last: Any) -> Sequence[float]:
-    """Return where a run ends that stops after its fifth round and goes on from ``last``."""
+    """Return the final parameters of a run that stops after its fifth round and resumes from ``last``."""
     run(folder, saver(folder, save_last=save_last), max_rounds=5)
     keep = saver(folder, save_last=save_last)
     made = run(folder, keep, ckpt_path="last")

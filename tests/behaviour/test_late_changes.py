@@ -1,4 +1,4 @@
-"""Modules and optimizers that change in the middle of a run: done as the sequential engine does, or refused by name."""
+"""Changes of modules and optimizers during a run: handled like in the sequential engine, or refused by name."""
 
 import random
 from functools import partial
@@ -29,13 +29,13 @@ ENGINES: list[dict[str, Any]] = [
 
 
 def agree(engine: dict[str, Any], rounds: int = 3, **options: Any) -> None:
-    """Check that an engine gives what the sequential one gives."""
+    """Check that an engine gives the sequential engine's results."""
     whole, other = run("sequential", max_rounds=rounds, **options), run(**engine, max_rounds=rounds, **options)
     assert_agree(whole, other)
 
 
 class Heads(Ordinary):
-    """Learns by its head, or by its body alone."""
+    """Has a loss that depends on its head and body, or on its body alone."""
 
     def loss(self, x: Tensor, y: Tensor, by_head: bool) -> Tensor:
         hidden = self.body(x)
@@ -64,7 +64,7 @@ class Weight:
 
 
 class Reversal(Ordinary):
-    """A term that moves the gradient and not the loss, by weights in a plain object, a mapping and hyperparameters."""
+    """Adds a term to the gradient but not the loss, with weights in a plain object, a mapping and hyperparameters."""
 
     def __init__(self, optimizer: Any = None) -> None:
         super().__init__(optimizer)
@@ -128,7 +128,7 @@ def test_engines_agree_for_all_optimizer_implementations(name: str, engine: dict
 
 
 class Momentum(FederatedCallback):
-    """Switches momentum on."""
+    """Turns momentum on in a round."""
 
     def __init__(self, round: int) -> None:
         self.round = round
@@ -162,7 +162,7 @@ def test_momentum_enabled_at_start_equals_built_in_momentum(algorithm: Any) -> N
 
 
 class Warming(Ordinary):
-    """Begins at a rate of zero."""
+    """Starts with a rate of zero."""
 
     def configure_optimizers(self) -> Any:
         optimizer = DECAYED(self.parameters())
@@ -221,7 +221,7 @@ def test_change_between_clients_requires_sequential_engine() -> None:
 
 
 class History(Ordinary):
-    """Keeps what validation comes to."""
+    """Appends a value to a list after every validation."""
 
     def __init__(self) -> None:
         super().__init__(PLAIN)
@@ -239,7 +239,7 @@ def test_attribute_that_changes_every_round_warns_once() -> None:
 
 
 class Later(Ordinary):
-    """Does something from the second round on."""
+    """Calls ``then`` from the second round on."""
 
     count = 0
 
@@ -291,7 +291,7 @@ class LaterStatistics(Later):
 
 
 class LaterNone(Later):
-    """Skips one batch, which the trial step has not seen."""
+    """Skips its second batch, which the trial step does not see."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         return None if batch_idx == 1 else super().training_step(batch, batch_idx)
@@ -329,7 +329,7 @@ def test_auto_switches_to_sequential_when_a_step_requires_it(module: Any) -> Non
 
 
 class LaterFrozen(Later):
-    """Freezes its head from the second round on, which its trial step does not."""
+    """Freezes its head from the second round on. The trial step does not."""
 
     def then(self, loss: Tensor) -> Tensor:
         self.head.requires_grad_(False)
@@ -361,7 +361,7 @@ class LaterData(Ordinary):
 
 
 def test_step_that_later_assigns_to_data_raises() -> None:
-    """With one client at a time, its optimizer would go on with the old numbers."""
+    """With one client at a time, the optimizer would continue with the old values."""
     with pytest.raises(FederatedError, match=r"assigns to \.data of the parameter 'head\.weight', and did not"):
         run("vectorized", LaterData, partial(data, (16, 16, 16, 16)), chunk_size=1, max_rounds=1)
 
@@ -390,7 +390,7 @@ def test_evaluation_metrics_keep_the_traces(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class CountsLater(Ordinary):
-    """Counts in a buffer from the third batch on, which only one client has, and reads the count."""
+    """Counts in a buffer from the third batch on, and reads the count. Only one client has a third batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -409,7 +409,7 @@ def test_buffer_changed_by_a_later_client_is_rejected() -> None:
 
 
 class SetsLater(Ordinary):
-    """Sets an attribute from the third batch on, which only one client has, and reads it."""
+    """Sets an attribute from the third batch on, and reads it. Only one client has a third batch."""
 
     extra = 0.0
 
@@ -421,13 +421,13 @@ class SetsLater(Ordinary):
 
 @pytest.mark.parametrize("chunk_size", [1, 2])
 def test_attribute_changed_by_a_later_client_is_rejected(chunk_size: int) -> None:
-    """Next to it in its chunk, another client would train with the old value."""
+    """Another client of the same chunk would train with the old value."""
     with pytest.raises(FederatedError, match="cannot continue with SetsLater.training_step.*the attribute 'extra'"):
         run("vectorized", SetsLater, partial(data, (8, 8, 24, 8)), chunk_size=chunk_size, max_rounds=1)
 
 
 class KeepsLosses(Ordinary):
-    """Collects losses from the second round on, with a flag that the next step reads."""
+    """Collects losses from the second round on, and sets a flag that the next step reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -443,7 +443,7 @@ class KeepsLosses(Ordinary):
 
 
 class WithTensor(KeepsLosses):
-    """Has a tensor that a step could change unseen, by its ``.data``."""
+    """Has a tensor that a step could change undetected through its ``.data``."""
 
     def __init__(self) -> None:
         super().__init__()

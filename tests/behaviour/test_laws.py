@@ -1,9 +1,9 @@
-"""What is random in a local step has its own law: in every client, step and round anew, in every engine.
+"""Every engine draws random numbers from the right distribution, with new ones per client, step and round.
 
-Every draw of a run is read from how far it moves the parameters: the loss is linear in them, and each example has
-parameters of its own. Bounds have a chance of error below 1e-6, with fixed seeds. Power, in 30 draws of 500 numbers: a
-correlation of 0.4 between two of them, a mean that is off by 7 % of the standard deviation, and for normal numbers a
-variance that is off by 10 % are found 19 times in 20.
+The tests infer a run's draws from the moves of the parameters: the loss is linear in them, and each example has its own
+parameters. Bounds have a chance of error below 1e-6, with fixed seeds. In 30 draws of 500 numbers, the tests detect
+three faults 19 times in 20. They are a correlation of 0.4 between two draws, a mean 7 % of the standard deviation off,
+and a normal variance 10 % off.
 """
 
 import math
@@ -24,11 +24,11 @@ from tests.helpers.selection import few
 from tests.helpers.training import trainer
 
 CLIENTS, STEPS, ROUNDS, N = 5, 3, 2, 500
-SIGMAS = 6.5  # of 435 correlations, one beyond this has a chance of 4e-8
+SIGMAS = 6.5  # the chance that one of 435 correlations exceeds this is 4e-8
 
 
 class Draws(pl.LightningModule):
-    """Multiplies parameters by what a function draws, an example by an example."""
+    """Multiplies the parameters of each example by the numbers that a function draws."""
 
     def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Draws(pl.LightningModule):
 
 
 class Moves(FederatedCallback):
-    """Keeps how far every client moves the parameters."""
+    """Records how far every client moves the parameters."""
 
     def __init__(self) -> None:
         self.moves: dict[tuple[int, Any], Tensor] = {}
@@ -54,7 +54,7 @@ class Moves(FederatedCallback):
 
 
 def moves(draw: Callable[[Tensor], Tensor], algorithm: Any = None, **options: Any) -> Tensor:
-    """Return what was drawn [rounds x clients, steps, N], for a method that adds nothing to the gradient."""
+    """Return the drawn numbers [rounds x clients, steps, N], for a method that adds nothing to the gradient."""
     seen, eye = Moves(), torch.eye(STEPS, dtype=torch.float64)
     own = {"algorithm": algorithm or FedAvg(), "max_rounds": ROUNDS, "precision": "64-true", "limit_val_batches": 0}
     datamodule = FederatedDataModule(clients=[TensorDataset(eye)] * CLIENTS, batch_size=1)
@@ -66,7 +66,7 @@ def mixed(w: Tensor) -> Tensor:
     return torch.rand(w.shape).to(w)[torch.randperm(N)]
 
 
-# what is drawn for parameters w, its mean and its standard deviation
+# the draw for parameters w, its mean and its standard deviation
 LAWS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {
     "dropout": (lambda w: F.dropout(torch.ones_like(w), 0.3), 1.0, math.sqrt(0.3 / 0.7)),
     "a mask that no client owns": (lambda w: torch.rand(N).to(w) < 0.25, 0.25, math.sqrt(3 / 16)),
@@ -110,7 +110,7 @@ def test_every_step_draws_independently_from_its_distribution(name: str, engine:
 )
 def test_second_gradient_of_a_step_reuses_the_random_numbers(name: str, engine: str, chunk_size: int | None) -> None:
     draw, chunk = LAWS[name][0], {"engine": engine, "chunk_size": chunk_size}
-    found = moves(draw, Mime(SGD()), **chunk)  # g(y) - g(x) is zero for a loss that is linear, and c the same for all
+    found = moves(draw, Mime(SGD()), **chunk)  # a linear loss has g(y) - g(x) = 0, and all clients share c
     torch.testing.assert_close(found, found[::CLIENTS].repeat_interleave(CLIENTS, 0))
     torch.testing.assert_close(moves(draw, FedSAM(rho=0.5), **chunk)[:CLIENTS], moves(draw, **chunk)[:CLIENTS])
 

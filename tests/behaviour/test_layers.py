@@ -1,4 +1,4 @@
-"""Networks of all usual kinds of layers end under the vectorized engine where they end under the sequential one."""
+"""Networks with all common kinds of layers give the same result in the vectorized and the sequential engine."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +15,7 @@ from tests.helpers.training import CLASSES, FEATURES
 
 
 class Layers(Ordinary):
-    """A network made of layers that see the six features of an example in a shape of their own."""
+    """A network whose layers get the six features of an example in a given shape."""
 
     def __init__(self, make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Layers(Ordinary):
 
 
 class Residual(nn.Module):
-    """A block around which its input goes, too."""
+    """A block with a skip connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Residual(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention of the features to each other."""
+    """Self-attention between the features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Attention(nn.Module):
 
 
 class Characters(nn.Module):
-    """An embedding of what is made of the features."""
+    """An embedding of integers made from the features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Characters(nn.Module):
 
 
 class Gated(nn.Module):
-    """A recurrent network, written out."""
+    """A recurrent network written as a plain loop."""
 
     def __init__(self) -> None:
         super().__init__()

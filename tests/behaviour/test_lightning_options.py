@@ -1,4 +1,4 @@
-"""What Lightning's own options and words mean in rounds."""
+"""The meaning of Lightning's own options and terms in rounds."""
 
 from datetime import timedelta
 from functools import cache, partial
@@ -23,7 +23,7 @@ from tests.helpers.training import Net, classification, clients, data, fit, para
 
 
 class Batches(FederatedCallback):
-    """Keeps every local batch, by round."""
+    """Records every local batch, by round."""
 
     def __init__(self) -> None:
         self.rounds: list[list[torch.Tensor]] = []
@@ -89,7 +89,7 @@ def test_estimated_stepping_batches_counts_rounds() -> None:
         fit(seeded(Asks), max_rounds=None, max_steps=5)
 
 
-# ------------------------------------------------------------------ when to validate and to save
+# ------------------------------------------------------------------ validation and saving
 
 
 def test_integer_val_check_interval_without_epochs_counts_rounds() -> None:
@@ -107,11 +107,11 @@ def test_integer_val_check_interval_without_epochs_counts_rounds() -> None:
 
 
 class Clock(pl.Callback):
-    """Lets ten minutes pass in some rounds, and keeps the rounds that validate.
+    """Advances the clock by ten minutes in some rounds, and records the rounds that validate.
 
     Args:
-        slow: These rounds.
-        rank: The process whose clock it is.
+        slow: The rounds that advance the clock.
+        rank: The process whose clock advances.
     """
 
     def __init__(self, *slow: int, rank: int = 0) -> None:
@@ -148,7 +148,7 @@ def test_time_between_validations_is_checked_after_each_round(
 
 
 def test_early_stopping_and_checkpoints_follow_timed_validations(tmp_path: Path) -> None:
-    stops = EarlyStopping("val_loss", mode="max", patience=1, min_delta=1e6)  # at the second look
+    stops = EarlyStopping("val_loss", mode="max", patience=1, min_delta=1e6)  # stops at the second validation
     saver, clock = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=-1), Clock(1, 4)
     run = trainer(
         val_check_interval=TEN_MINUTES[0], callbacks=[clock, stops, saver], enable_checkpointing=True, max_rounds=9
@@ -228,7 +228,7 @@ def test_every_n_train_steps_counts_rounds(tmp_path: Path) -> None:
 
 
 class OwnLoaders(FederatedDataModule):
-    """Clients whose loaders are their own."""
+    """Clients with custom loaders."""
 
     sampler: Any = None
 
@@ -248,7 +248,7 @@ def test_overfit_batches_disables_shuffling_of_custom_loader() -> None:
     assert all(len(batches) == 1 and torch.equal(batches[0], stored[:4]) for batches in seen.rounds)
     seen.rounds.clear()
     fit(datamodule=OwnLoaders(clients=clients((13,)), val=classification(8, 1), shuffle=False), **options)
-    assert not torch.equal(seen.rounds[0][0], stored[:4])  # whose order is its own affair otherwise
+    assert not torch.equal(seen.rounds[0][0], stored[:4])  # without overfit_batches, the loader chooses its order
 
 
 def test_overfit_batches_warns_for_loader_with_unknown_order() -> None:
@@ -300,7 +300,7 @@ def test_training_step_may_be_a_partial(engine: str) -> None:
 def test_backward_without_gradients_raises() -> None:
     class NoBackward(Net):
         def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            """Make no gradient."""
+            """Compute no gradients."""
 
     with pytest.raises(ClientError, match="returned losses, but backward left no gradient on any trained parameter"):
         fit(seeded(NoBackward))
@@ -313,14 +313,14 @@ def test_none_loss_warns(hook: str | None) -> None:
             return None if batch_idx else super().training_step(batch, batch_idx)
 
     if hook:
-        setattr(Skips, hook, lambda self: None)  # then Lightning's own way is taken
+        setattr(Skips, hook, lambda self: None)  # the hook makes Lightning's own code run
     Closure.warning_cache.clear()
     with pytest.warns(UserWarning, match="`training_step` returned `None`"):
         fit(seeded(Skips), max_rounds=1)
 
 
 class Frozen(Net):
-    """Trains its head alone."""
+    """Trains only its head."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.0)
@@ -331,7 +331,7 @@ class Frozen(Net):
 
 
 class RateOfZero(Net):
-    """Trains its body from the third round on."""
+    """Trains its body only from the third round on."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.0)
@@ -370,7 +370,7 @@ class Pruned(Net):
 
 
 class Average(pl.Callback):
-    """Keeps the moving average of the server's models, and validates it in their place."""
+    """Keeps the moving average of the server's models, and validates it instead of them."""
 
     def __init__(self) -> None:
         self.mean: dict[str, torch.Tensor] = {}
@@ -420,7 +420,7 @@ def test_pruning_masks_may_grow_between_rounds(tmp_path: Path) -> None:
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-# ------------------------------------------------------------------ what is monitored and counted
+# ------------------------------------------------------------------ monitoring and counting
 
 
 class Named(Net):

@@ -1,4 +1,4 @@
-"""Long runs and large cohorts: what a run holds does not grow with its rounds, nor a round with its cohort."""
+"""Long runs and large cohorts: memory does not grow with the number of rounds or with the cohort."""
 
 import gc
 import importlib
@@ -24,13 +24,13 @@ METHODS = {
 
 @pytest.fixture(autouse=True)
 def _others_objects_are_left_alone():
-    """Keep the garbage collector from what was there before, for good: conftest.py has frozen most of it already."""
+    """Exclude all earlier objects from garbage collection for good. conftest.py has already frozen most of them."""
     gc.collect()
     gc.freeze()
 
 
 def bytes_of_storage(tensor):
-    """Return where a tensor's memory is, and its size; nothing for those that are no memory of their own."""
+    """Return the address and the size of a tensor's memory, or zeros if it owns none."""
     try:
         storage = tensor.untyped_storage()
         return storage.data_ptr(), storage.nbytes()
@@ -39,7 +39,7 @@ def bytes_of_storage(tensor):
 
 
 class Held(FederatedCallback):
-    """Count the vectors of the model's size, and rows of such, that are alive when a round's last client has ended."""
+    """Measure the live tensors of at least the model's size, in model sizes, when a round's last client has ended."""
 
     def __init__(self, cohort):
         self.left, self.vectors = cohort, 0.0
@@ -70,7 +70,7 @@ def vectors_held(method, engine, cohort):
     [pytest.param(m, e, id=f"{m}-{e}") for m in METHODS for e in ("sequential", "vectorized")],
 )
 def test_round_memory_does_not_grow_with_cohort_size(method, engine):
-    vectors_held(method, engine, cohort=4)  # what other tests have left behind goes with the first run
+    vectors_held(method, engine, cohort=4)  # the first run clears leftovers of other tests
     assert vectors_held(method, engine, cohort=12) == pytest.approx(vectors_held(method, engine, cohort=4), abs=0.5)
 
 
@@ -96,7 +96,7 @@ def assert_flat(found, bytes_per_round):
     assert found["open_files_end"] == found["open_files_settled"]
     assert found["objects_end"] - found["objects_settled"] < max(100, found["rounds"] / 100)
     assert found["rss_bytes_per_round"] < bytes_per_round
-    assert found["rss_mb_end"] - found["rss_mb_settled"] < 10  # the allocator's steps
+    assert found["rss_mb_end"] - found["rss_mb_settled"] < 10  # the allocator grows in steps
     assert found["tensorboard_bytes_per_round"] < 1000
 
 
@@ -109,7 +109,7 @@ def test_memory_stays_flat_over_hundreds_of_rounds(soak, engine, states):
     small = ("--rounds", "200", "--population", "20", "--cohort", "5", "--every", "4")
     found = soak(*small, "--engine", engine, "--client-states", states)
     assert found["engine"] == engine
-    assert_flat(found, bytes_per_round=50_000)  # in a short run the allocator's pools still move
+    assert_flat(found, bytes_per_round=50_000)  # the allocator's pools still change in a short run
 
 
 @pytest.mark.parametrize("cohort", [100, pytest.param(1000, marks=pytest.mark.thorough)])

@@ -1,4 +1,4 @@
-"""Schedules by local step, against a plain loop of torch, over engines, interruptions and processes."""
+"""Schedules by local step match a plain torch loop, over engines, interruptions and processes."""
 
 import warnings
 from collections.abc import Callable
@@ -25,17 +25,17 @@ from tests.helpers.training import parameters, same, trainer
 SIZES, BATCH, ROUNDS = (7, 4, 2, 6), 2, 4  # 4, 2, 1 and 3 batches an epoch
 COHORTS = [(0, 1, 2, 3), (0, 2), (1, 3), (0, 1, 3)]
 IN_GROUPS = [(0, 1, 2, 3), (0, 2), (3, 0, 1, 2), (1, 0, 3)]
-"""Cohorts of which several clients have taken equally many local steps, and others more."""
+"""Cohorts in which several clients have taken the same number of local steps, and others more."""
 MODES = ("restart", "continue", "total")
 
 
 def warm_up(optimizer: Optimizer) -> LambdaLR:
-    """Return the schedule of Hugging Face's examples: from a rate of zero up, and then down."""
+    """Return the schedule of Hugging Face's examples: the rate rises from zero and then falls."""
     return LambdaLR(optimizer, lambda t: t / 3 if t < 3 else max(0.1, (20 - t) / 17))
 
 
 def apart(optimizer: Optimizer) -> LambdaLR:
-    """Return a schedule whose groups have one rate at first, and different ones later."""
+    """Return a schedule whose groups start with the same rate and have different ones later."""
     return LambdaLR(optimizer, [lambda t: 0.9**t, lambda t: 1.1**t])
 
 
@@ -100,7 +100,7 @@ def run(mode: Any, schedule: str = "warm-up", frequency: int = 1, ckpt_path: Any
 def plain_loop(
     mode: str, schedule: str, method: str = "FedAvg", frequency: int = 1, cohorts: Any = COHORTS, steps: int = 0
 ) -> Tensor:
-    """Return the model of a plain loop: every client with an optimizer and a schedule of its own.
+    """Return the model of a plain loop in which every client has its own optimizer and schedule.
 
     Each client takes the given number of local steps, or two local epochs.
     """
@@ -195,7 +195,7 @@ def test_schedule_may_step_every_few_local_steps() -> None:
 
 
 class Rates(FederatedCallback):
-    """Notes the optimizer's rate at the start, between clients and at the end of each round, and saves checkpoints."""
+    """Records the optimizer's rate at each round's start, between clients and at its end, and saves checkpoints."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.at_start: list[float] = []
@@ -224,7 +224,7 @@ def state_of(fitted: Any) -> Any:
     [
         ("continue", "adam", "vectorized"),
         pytest.param("continue", "adam", "sequential", marks=pytest.mark.thorough),
-        ("total", "decay", "sequential"),  # each of its rates follows from the one before
+        ("total", "decay", "sequential"),  # computes each rate from the one before
         pytest.param("total", "adam", "vectorized", marks=pytest.mark.thorough),
         *(pytest.param(mode, "adam", "sequential", marks=pytest.mark.thorough) for mode in ("restart", "total")),
     ],
@@ -294,7 +294,7 @@ def test_asynchronous_clients_start_at_the_step_of_their_model() -> None:
 @pytest.mark.parametrize(
     "algorithm",
     [
-        FedProxVR(0.1),  # has constants of the rate
+        FedProxVR(0.1),  # its constants depend on the rate
         FedCM(alpha=0.5),
         FedSpeed(lam=2.0, rho=0.1),
         FedAvg(pseudo_grad="normalized"),
@@ -323,7 +323,7 @@ def test_engines_agree_for_methods_that_read_rates(algorithm: Algorithm, schedul
     ids=lambda a: type(a).__name__,
 )
 def test_engines_agree_when_chunk_clients_start_at_zero_rate(algorithm: Algorithm) -> None:
-    """In the last round all three clients have rates of zero, and begin at different steps."""
+    """In the last round, all three clients start at different steps with a rate of zero."""
     SCHEDULES["pause"] = partial(SGD, lr=0.2), lambda optimizer: LambdaLR(optimizer, lambda t: float(not 8 <= t < 24))
     one, two = (
         state_of(run("continue", "pause", engine=engine, algorithm=algorithm))
@@ -393,7 +393,7 @@ class SetsRate(FederatedCallback):
 
 
 class Logs(Regression):
-    """Logs the rate of its step as modules do: what the schedule last returned, and what the optimizer has."""
+    """Logs the rate of its step from the two sources that modules use: the schedule and the optimizer."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.log("told", self.lr_schedulers().get_last_lr()[0])
@@ -410,7 +410,7 @@ def test_module_reads_current_rate_from_its_schedule(engine: Any) -> None:
 
 
 class Updates(Regression):
-    """Has a scheduler in the way of timm, which is told the number of steps."""
+    """Has a scheduler like timm's, which takes the number of steps."""
 
     reads = "global_step"
 
@@ -446,7 +446,7 @@ def test_zero_rate_clients_do_not_make_others_outliers() -> None:
 
 
 class Decays(Regression):
-    """Its schedule moves the weight decay."""
+    """Has a schedule that changes the weight decay."""
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         scheduler.step()
@@ -482,7 +482,7 @@ def test_estimated_stepping_batches_gives_schedule_length() -> None:
 
 
 class Multiplies(Regression):
-    """Has the length of its schedule from the batches of an epoch, as the modules of several libraries do."""
+    """Computes its schedule's length from the batches of an epoch, as modules of several libraries do."""
 
     def configure_optimizers(self) -> Any:
         self.length = self.trainer.num_training_batches * self.trainer.max_epochs

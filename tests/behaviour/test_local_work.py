@@ -1,4 +1,4 @@
-"""The local optimizer's side of a round: its state, its rates, clipping, and how exactly it solves."""
+"""The local optimizer in a round: its state, its rates, clipping, and exact solutions."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ class Line(pl.LightningModule):
 
 
 def points(*values: float) -> FederatedDataModule:
-    """One client per value, a single example each."""
+    """Return one client per value, each with a single example."""
     clients = [TensorDataset(torch.tensor([[v]], dtype=torch.float64)) for v in values]
     return FederatedDataModule(clients=clients, batch_size=1)
 
@@ -46,7 +46,7 @@ def test_momentum_is_reset_every_round_or_kept() -> None:
     def run(**kwargs: Any) -> float:
         return line(points(1.0), Line(lr=0.1, momentum=0.5), local_steps=1, max_rounds=2, **kwargs)
 
-    # round one: x = 0.1 * 1; round two: g = 0.1 - 1, with the buffer -1 * 0.5 added where it is kept
+    # round one: x = 0.1 * 1. Round two: g = 0.1 - 1, plus the buffer -1 * 0.5 if it is kept
     assert run() == pytest.approx(0.1 + 0.1 * 0.9)
     assert run(local_optimizer_state="keep") == pytest.approx(0.1 + 0.1 * (0.9 + 0.5))
 
@@ -77,7 +77,7 @@ def test_clipping_applies_to_raw_or_corrected_gradient() -> None:
         clip = {"gradient_clip_val": 1.0, "gradient_clip_on": on}
         return line(points(10.0), Line(lr=1.0), algorithm=FedProx(mu=1.0), local_steps=2, max_rounds=1, **clip)
 
-    # step one: g = -10, clipped to -1, y = 1. Step two, g = -9: clipped first, -1 + (1 - 0) = 0; clipped last, -8 -> -1
+    # step one: g = -10, clipped to -1, y = 1. Step two: g = -9. Clipped first: -1 + (1 - 0) = 0. Clipped last: -8 -> -1
     assert two_steps("gradient") == pytest.approx(1.0)
     assert two_steps("corrected") == pytest.approx(2.0)
 
@@ -111,7 +111,7 @@ def test_scaffold_averages_corrected_gradients_for_any_optimizer(optimizer: Any)
     class Look(Scaffold):
         def correct(self, g: Tensor, y: Tensor, step: Any) -> Tensor:
             direction = super().correct(g, y, step)
-            seen.extend([direction] if g.numel() == 1 else [])  # not those of the trial before the first round
+            seen.extend([direction] if g.numel() == 1 else [])  # skips the trial step before the first round
             return direction
 
     class Custom(Line):
@@ -138,6 +138,6 @@ def test_server_rate_follows_its_schedule_per_round() -> None:
     def halve(optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
 
-    # a client solves its problem exactly in one step of rate one, so that x moves by rate * (1 - x)
+    # a client solves its problem exactly in one step of rate one, so x moves by rate * (1 - x)
     x = line(points(1.0), Line(lr=1.0), local_steps=1, max_rounds=2, server_optimizer=build, server_lr_scheduler=halve)
     assert x == pytest.approx(0.5 + 0.25 * 0.5)

@@ -1,4 +1,4 @@
-"""What loggers and callbacks hear of a run: counted in rounds, under the user's own names."""
+"""The values that loggers and callbacks receive: counted in rounds, under the user's own names."""
 
 import csv
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ def column(logger: CSVLogger, name: str) -> dict[int, float]:
 
 
 class Noisy(Net):
-    """Logs a number of its own for each batch, and notes what it logged."""
+    """Logs a different number for each batch, and records the logged values."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.0)
@@ -105,7 +105,7 @@ def test_batch_hooks_run_once_per_local_batch(method: Any) -> None:
 
 
 class Reports(FederatedCallback):
-    """Keep every report, and what the hooks saw."""
+    """Keep every report, and the start of every round and client."""
 
     def __init__(self) -> None:
         self.rounds: list[RoundReport] = []
@@ -240,7 +240,7 @@ def test_barebones_trainer_runs() -> None:
 
 
 class LogsTwice(pl.Callback):
-    """Logs one name in two ways, which Lightning refuses, and goes on."""
+    """Logs one name in two ways, and continues when Lightning refuses."""
 
     refused = False
 

@@ -1,4 +1,4 @@
-"""Modules that step their optimizers themselves, one or several, train like others: same numbers, same guarantees."""
+"""Modules that step one or several optimizers themselves train like others: same numbers, same guarantees."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +36,7 @@ SIZES = (40, 24, 32)
 
 
 class OwnStep(Net):
-    """The module of the other tests, which steps its optimizer itself."""
+    """The shared module, but it steps its optimizer itself."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -52,7 +52,7 @@ class OwnStep(Net):
 
 
 class Gan(pl.LightningModule):
-    """A generator and a critic with an optimizer each; the generator steps once in ``every`` steps of the critic."""
+    """A generator and a critic, each with an optimizer. The generator steps once per ``every`` steps of the critic."""
 
     def __init__(self, adam: bool = False, every: int = 1, momentum: float = 0.0) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def test_manual_and_automatic_optimization_give_identical_bits(method: Algorithm
 
 
 def by_hand(method: Algorithm, rounds: int, **options: Any) -> Tensor:
-    """Return the server's model after rounds of a method, written as a plain loop over both optimizers' parameters."""
+    """Return the server's model after rounds of a method, from a plain loop over both optimizers' parameters."""
     module = seeded(Gan, **options)
     x = parameters(module)
     c, c_i = torch.zeros_like(x), [torch.zeros_like(x) for _ in SIZES]
@@ -201,7 +201,7 @@ def test_resumed_run_has_identical_bits(tmp_path: Path, state: Any) -> None:
     first.fit(seeded(Gan, adam=True), some())
     first.save_checkpoint(path := tmp_path / "two.ckpt")
     assert torch.equal(trained(seeded(Gan, adam=True), Scaffold(), max_rounds=4, ckpt_path=path, **kwargs), whole)
-    first.fit_loop.max_epochs = 4  # the same trainer goes on as well
+    first.fit_loop.max_epochs = 4  # the same trainer can continue, too
     first.fit(first.lightning_module, some())
     assert torch.equal(parameters(first.lightning_module), whole)
     with pytest.raises(FederatedError, match="local optimizer is SGD, Adam, this run's is SGD, SGD"):
@@ -216,7 +216,7 @@ def test_keeping_optimizer_states_changes_the_result() -> None:
 
 
 class Scheduled(Gan):
-    """It halves both rates after each round."""
+    """Halves both rates after each round."""
 
     def configure_optimizers(self) -> Any:
         optimizers = super().configure_optimizers()
@@ -268,7 +268,7 @@ def test_client_without_a_step_is_rejected_if_steps_are_needed() -> None:
 
 
 class OneLoss(OwnStep):
-    """Its step returns nothing, so that a client's loss is not known."""
+    """Has a step that returns nothing, so a client's loss is unknown."""
 
     def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:  # type: ignore[override]
         super().training_step(batch, batch_idx)
@@ -281,7 +281,7 @@ def test_step_may_return_no_loss_but_non_finite_values_raise() -> None:
 
 
 class Measures(FederatedCallback):
-    """A user's own measure, which asks for what the module cannot give."""
+    """A user's callback that asks for a gradient that the module cannot give."""
 
     def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
         trainer.fit_loop.full_gradient(0, trainer.fit_loop.state.x)

@@ -44,7 +44,7 @@ class WithBatchNorm(Net):
 
 
 class BuffersOf(FederatedCallback):
-    """Keep the buffers that every client comes back with."""
+    """Keep every client's running means at the end of its local work."""
 
     def __init__(self) -> None:
         self.means: list[Tensor] = []
@@ -57,7 +57,7 @@ def test_batch_norm_buffers_are_averaged_by_examples() -> None:
     model, seen = seeded(WithBatchNorm), BuffersOf()
     fit(model, data(sizes=(12, 4)), max_rounds=1, clients_per_round=2, callbacks=seen, weighting="uniform")
     torch.testing.assert_close(model.body[1].running_mean, 0.75 * seen.means[0] + 0.25 * seen.means[1])
-    assert int(model.body[1].num_batches_tracked) == 3  # of the largest client
+    assert int(model.body[1].num_batches_tracked) == 3  # the largest client's count
 
 
 def test_buffers_of_client_drawn_twice_count_twice_in_the_mean() -> None:
@@ -65,7 +65,7 @@ def test_buffers_of_client_drawn_twice_count_twice_in_the_mean() -> None:
     fit(model, data(sizes=(12, 8)), max_rounds=1, sampler=lambda seed, round: [1, 0, 1], callbacks=seen)
     of_eight, of_twelve = seen.means
     torch.testing.assert_close(model.body[1].running_mean, (12 * of_twelve + 16 * of_eight) / 28)
-    assert int(model.body[1].num_batches_tracked) == 3  # of the largest client, which is not the one drawn twice
+    assert int(model.body[1].num_batches_tracked) == 3  # from the largest client, not the one drawn twice
 
 
 def test_server_buffers_are_kept_with_buffers_server() -> None:
@@ -246,7 +246,7 @@ def test_error_names_the_client_without_any_step() -> None:
 
 
 class Lists(Net):
-    """Its loss is a list of a single number, or of as many as there are examples."""
+    """Returns a loss of shape (length,) instead of a scalar."""
 
     def __init__(self, length: int = 1) -> None:
         super().__init__(dropout=0.0)
@@ -310,7 +310,7 @@ def test_diverging_client_raises() -> None:
 
 
 class Strings(Dataset):
-    """Examples that only a collate function makes a batch of."""
+    """Examples that need a collate function to become a batch."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -369,7 +369,7 @@ def test_sampling_more_clients_than_exist_is_rejected() -> None:
 
 
 class OnDemand(FederatedDataModule):
-    """A population that is built client by client."""
+    """A population built client by client."""
 
     num_clients = 1_000_000
 
@@ -422,7 +422,7 @@ class Augments(Net):
 def test_anchor_gradient_uses_the_same_masks_and_augmentation() -> None:
     class Check(FederatedCallback):
         def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
-            # at y = x both gradients of a batch are the same bits, so every client takes the very same first step
+            # at y = x both gradients of a batch have the same bits, so all clients take the same first step
             assert round_report.drift < 1e-7 * round_report.update_norm
 
     fit(seeded(Augments, dropout=0.5), algorithm=Mime(base=SGDm()), local_steps=1, callbacks=Check())
@@ -486,14 +486,14 @@ def test_num_training_batches_is_per_client_in_every_pass(tmp_path: Path) -> Non
     whole = fit(module, data(sizes=sizes), callbacks=[Losses(), saves], enable_checkpointing=True, **options)
     seen = {(kind, number) for kind, number in module.seen}
     assert seen == {("round", 1), *(("pass", number) for number in batches), *(("eval", number) for number in batches)}
-    of_full_passes = module.seen[1:3]  # of round 0, each in one batch
+    of_full_passes = module.seen[1:3]  # from round 0, with one batch per pass
     assert sorted(number for _, number in of_full_passes) == sorted(batches)
     first = min(tmp_path.iterdir(), key=rounds_in)
     assert torch.equal(fit(seeded(DividesByBatches), data(sizes=sizes), ckpt_path=first, **options), whole)
 
 
 class Overflowing(MixedPrecision):
-    """Half precision with a gradient scaler, which Lightning gives on a GPU only."""
+    """Half precision with a gradient scaler on a CPU. Lightning itself uses one on a GPU only."""
 
     def __init__(self, scale: float) -> None:
         super().__init__("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000))
@@ -530,7 +530,7 @@ def test_estimated_stepping_batches_counts_rounds() -> None:
 def test_trainer_has_no_loader_over_all_clients() -> None:
     class Asks(Net):
         def configure_optimizers(self) -> Any:
-            if self.trainer.train_dataloader is None:  # as chemprop does, to have Lightning set its loaders up
+            if self.trainer.train_dataloader is None:  # chemprop does this to make Lightning set up its loaders
                 assert self.trainer.estimated_stepping_batches > 0
             return super().configure_optimizers()
 
@@ -543,7 +543,7 @@ def test_trainer_has_no_loader_over_all_clients() -> None:
 
     class SetsUp(Net):
         def configure_optimizers(self) -> Any:
-            self.trainer.fit_loop.setup_data()  # after which Lightning's Trainer has a loader
+            self.trainer.fit_loop.setup_data()  # Lightning's Trainer has a loader after this
             len(self.trainer.train_dataloader)
             return super().configure_optimizers()
 

@@ -1,4 +1,4 @@
-"""Odd but legal runs work, and runs that cannot work are refused before anybody trains."""
+"""Odd but legal runs work, and runs that cannot work are refused before any client trains."""
 
 import math
 from collections.abc import Callable
@@ -41,7 +41,7 @@ class Slope(pl.LightningModule):
 
 
 def works(datamodule: FederatedDataModule, model: Any = None, **options: Any) -> Any:
-    """Fit, and check that every round counted and the parameters moved and are finite."""
+    """Fit, and check that all rounds are counted and that the parameters changed and are finite."""
     model = Net(dropout=0.0) if model is None else model
     before = parameters(model).clone()
     (run := trainer(**{"clients_per_round": 1.0, **options})).fit(model, datamodule)
@@ -118,11 +118,11 @@ def test_unusual_client_ids_and_large_seed() -> None:
     works(FederatedDataModule(clients=dict(zip(ids, clients((3,) * 7), strict=True))), seed=2**100)
 
 
-# ------------------------------------------------------------------ refused before anybody trains
+# ------------------------------------------------------------------ refused before any client trains
 
 
 class Trained(Net):
-    """A module that nobody may train."""
+    """A module that fails the test if it is trained."""
 
     test_step = Net.validation_step
 
@@ -139,7 +139,7 @@ class Frozen(Trained):
 
 
 class Endless(Dataset[Any]):
-    """A data set that cannot be counted."""
+    """A data set without a length."""
 
     def __getitem__(self, index: int) -> Tensor:
         return torch.zeros(1)

@@ -1,4 +1,4 @@
-"""Hooks change options of a method for a round or a client: the numbers are those of a loop by hand."""
+"""Hooks change a method's options for a round or a client. The results match a hand-written loop."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ BY_ROUND, MORE = (0.5, 0.25, 1.0), 2.0
 
 
 class Sets(FederatedCallback):
-    """Sets an option by round, and another one for client 1."""
+    """Sets an option by round, and to another value for client 1."""
 
     def __init__(self, name: str, for_clients: bool) -> None:
         self.name, self.for_clients = name, for_clients

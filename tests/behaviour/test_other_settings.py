@@ -1,4 +1,4 @@
-"""A run that is resumed with other settings: refused, or told of, never changed in silence."""
+"""Resuming a run with other settings raises or warns. No setting changes silently."""
 
 import re
 import warnings
@@ -49,7 +49,7 @@ class Plateau(Ordinary):
 
 
 def told(path: Path, first: dict[str, Any], then: dict[str, Any]) -> list[str]:
-    """Run a round, resume with other settings, and return the warnings that speak of the checkpoint."""
+    """Run a round, resume with other settings, and return the warnings about the checkpoint."""
     whole: dict[str, Any] = {"module": Ordinary, "optimizer": SGD, "sizes": (13, 8, 21, 5, 16, 9), "batch_size": 4}
 
     def start(rounds: int, ckpt_path: Path | None, **settings: Any) -> Any:

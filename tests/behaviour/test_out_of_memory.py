@@ -1,4 +1,4 @@
-"""Clients at once that a device has no memory for: fewer are run at once, down to one, and then by the other engine."""
+"""A device that runs out of memory trains fewer clients at once, down to one, and then uses the other engine."""
 
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ EVEN = partial(data, (8, 8, 8, 8))
 
 
 class Greedy(Ordinary):
-    """Runs out of memory with several clients at once, or (0) with any that the vectorized engine runs."""
+    """Runs out of memory with more clients at once than fit. If 0 fit, it fails with any in the vectorized engine."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__(partial(torch.optim.SGD, lr=0.1), dropout)
@@ -37,7 +37,7 @@ class Greedy(Ordinary):
 
 
 class Shrinks(FederatedCallback):
-    """Takes memory away when a round begins, and notes how often rounds begin again."""
+    """Reduces the memory when a round begins, and counts the restarts of rounds."""
 
     def __init__(self, fits: int, round: int = 0, rank: int | None = None) -> None:
         self.fits, self.round, self.rank, self.restarts = fits, round, rank, 0
@@ -87,7 +87,7 @@ def test_round_restarts_with_half_the_chunk_and_identical_bits(engine: str, meth
     assert found.fit_loop.clients.chunk_size == 1
     FITS.clear()
     assert same(state_of(found), state_of(start(chunk_size=1, **options)))
-    if dropout:  # or nothing has been shown: masks depend on the chunk
+    if dropout:  # masks depend on the chunk, so this proves that it shrank
         assert not same(state_of(found), state_of(start(chunk_size=4, **options)))
 
 
@@ -104,7 +104,7 @@ def test_out_of_memory_in_a_trace_keeps_traces_enabled(monkeypatch: pytest.Monke
     call = Trace.__call__
 
     def of_one(self: Trace, parameter: Tensor, *rest: Any) -> Any:
-        if parameter.ndim == 3:  # that of a layer, of several clients
+        if parameter.ndim == 3:  # a layer's weight, stacked over several clients
             parameter.add_(1.0)
             raise torch.OutOfMemoryError("no memory")
         return call(self, parameter, *rest)
@@ -212,7 +212,7 @@ def test_resumed_run_keeps_its_reduced_chunk_size(asked: int | None, tmp_path: P
     whole = start(callbacks=[Shrinks(2, round=1)], max_rounds=4, **shrinking)
     FITS.clear()
     start(callbacks=[Shrinks(2, round=1)], max_rounds=2, **shrinking).save_checkpoint(tmp_path / "half.ckpt")
-    FITS.clear()  # the memory is there again
+    FITS.clear()  # the memory is available again
     options = {"max_rounds": 4, "ckpt_path": tmp_path / "half.ckpt", "algorithm": Scaffold()}
     found = start(chunk_size=asked, **options)
     assert found.fit_loop.clients.chunk_size == 2
@@ -256,7 +256,7 @@ def test_all_processes_shrink_their_chunks_together(tmp_path: Path) -> None:
 
 def shrunk_in_two() -> Any:
     options = {"strategy": "clients", "devices": 2, "algorithm": Scaffold(), "clients_per_round": 4}
-    shrinks = Shrinks(1, rank=1)  # the other process would go on with two
+    shrinks = Shrinks(1, rank=1)  # the other process alone would continue with two
     found = start(chunk_size=2, callbacks=[shrinks], **options)
     FITS.clear()
     assert (found.fit_loop.clients.chunk_size, shrinks.restarts) == (1, 1)

@@ -1,6 +1,6 @@
-"""What a local step costs beside its arithmetic, counted and not timed: Python calls and operators.
+"""Overhead of a local step, counted and not timed: Python calls and operators.
 
-When a change makes a count smaller, lower it here; it should not grow without a reason.
+If a change lowers a count, lower it here. A count should not grow without a reason.
 """
 
 import gc
@@ -37,7 +37,7 @@ class Cost:
 
 BATCH = 4
 COUNTS: dict[tuple[str, str], tuple[Cost, Cost]] = {
-    # engine, method: a local step of one client (sequential) or of all clients at once (vectorized), and a client
+    # (engine, method): costs of a local step of one client, or of all at once if vectorized, and of a client
     ("sequential", "FedAvg"): (Cost(99, 57), Cost(208, 23)),
     ("sequential", "Scaffold"): (Cost(124, 73), Cost(254, 37)),
     ("sequential", "Mime"): (Cost(331, 145), Cost(616, 115)),
@@ -45,7 +45,7 @@ COUNTS: dict[tuple[str, str], tuple[Cost, Cost]] = {
     ("vectorized", "Scaffold"): (Cost(22, 61), Cost(34, 7)),
     ("vectorized", "Mime"): (Cost(22, 113), Cost(62, 12)),
 }
-SLACK = 1.05  # versions of Python, PyTorch and Lightning differ a little
+SLACK = 1.05  # counts differ slightly between versions of Python, PyTorch and Lightning
 METHODS: dict[str, Algorithm] = {"FedAvg": FedAvg(), "Scaffold": Scaffold(), "Mime": Mime()}
 
 
@@ -66,7 +66,7 @@ class Model(pl.LightningModule):
 
 
 class Operators(TorchDispatchMode):
-    """Counts operators, those of backward passes included."""
+    """Counts operators, including those of backward passes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,9 +78,9 @@ class Operators(TorchDispatchMode):
 
 
 class Count(FederatedCallback):
-    """Counts what a round's local work and server step take, after a first round that traces the steps.
+    """Counts the costs of a round's local work and server step, after a first round that traces the steps.
 
-    The second round counts calls of Python functions, the third one operators.
+    The second round counts calls of Python functions. The third one counts operators.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Count(FederatedCallback):
     def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
         if round == 1:
             gc.collect()
-            gc.disable()  # what other tests left behind runs code when it is collected
+            gc.disable()  # collecting garbage of other tests can run Python code
             sys.setprofile(self._seen)
         elif round == 2:
             self.mode.__enter__()
@@ -108,7 +108,7 @@ class Count(FederatedCallback):
 
 @lru_cache
 def counted(engine: str, method: str, cohort: int, steps: int) -> Cost:
-    """Return the counts of a round in which so many clients take so many steps each."""
+    """Return the counts of a round of ``cohort`` clients that take ``steps`` local steps each."""
     torch.manual_seed(0)
     count = Count()
     run = trainer(
@@ -125,11 +125,11 @@ def counted(engine: str, method: str, cohort: int, steps: int) -> Cost:
 
 
 def per_step_and_client(engine: str, method: str) -> tuple[Cost, Cost]:
-    """Return the counts of one step more and of one client more."""
+    """Return the counts of one more step and of one more client."""
     few, many, more = (astuple(counted(engine, method, *size)) for size in ((4, 5), (4, 15), (8, 5)))
-    together = 1 if engine == "vectorized" else 4  # the clients that share a step
+    together = 1 if engine == "vectorized" else 4  # step executions for one local step of the four clients
     step = [(b - a) / (10 * together) for a, b in zip(few, many, strict=True)]
-    own = [0.0, 0.0] if engine == "vectorized" else [5 * s for s in step]  # the steps of a client more
+    own = [0.0, 0.0] if engine == "vectorized" else [5 * s for s in step]  # the steps of one more client
     client = [(b - a) / 4 - s for a, b, s in zip(few, more, own, strict=True)]
     return Cost(*step), Cost(*client)
 

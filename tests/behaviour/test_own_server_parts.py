@@ -1,4 +1,4 @@
-"""Server optimizers, samplers, compressors and other parts of users: right numbers, or a refusal by name."""
+"""User-defined server optimizers, samplers, compressors and other parts give right numbers or are refused by name."""
 
 import random
 from functools import partial
@@ -76,7 +76,7 @@ def test_sampler_not_determined_by_seed_and_round_is_rejected(sampler: Any) -> N
 
 
 class Half(Compressor):
-    """Sends the first half, with the rest as residual."""
+    """Sends the first half, and keeps the rest as residual."""
 
     error_feedback = True
 

@@ -1,4 +1,4 @@
-"""Methods whose clients have models of their own: engines agree, the averaged model is FedAvg's, gradients count."""
+"""Methods with personal models: engines agree, the averaged model is FedAvg's, gradients count."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def test_engines_agree(way: str) -> None:
         chosen = {**WAYS[way], **options}
         algorithm, decay = chosen.pop("algorithm"), chosen.pop("weight_decay", 0.0)
         model = seeded(dropout=0.0, momentum=0.5, weight_decay=decay)
-        sizes = (7, 4, 8) if isinstance(algorithm, Ditto) else (8, 4, 8)  # a batch of another size is traced once more
+        sizes = (7, 4, 8) if isinstance(algorithm, Ditto) else (8, 4, 8)  # each batch size costs another trace
         return run(algorithm, data(sizes), model, max_rounds=2, **chosen)
 
     one, other = fit(), fit(engine="vectorized", chunk_size=2)

@@ -1,4 +1,4 @@
-"""Clients built on demand: a run visits those that take part and no other, whatever the population."""
+"""Clients built on demand: a run visits only the clients that take part, however large the population."""
 
 import tracemalloc
 import weakref
@@ -14,7 +14,7 @@ from tests.helpers.training import CLASSES, FEATURES, Trajectory, parameters, sa
 
 
 class OnDemand(FederatedDataModule):
-    """Keeps who was asked for."""
+    """Records the clients that a run asks for."""
 
     def __init__(self, num_clients):
         super().__init__(batch_size=4)
@@ -34,7 +34,7 @@ class OnDemand(FederatedDataModule):
 
 
 def run(num_clients, algorithm, **kwargs):
-    """Return the data module, the trajectory, the trainer and the peak of what Python allocated, in bytes."""
+    """Return the data module, the trajectory, the trainer and the peak of Python's allocations in bytes."""
     path, data = Trajectory(), OnDemand(num_clients)
     federated = trainer(algorithm=algorithm, clients_per_round=5, callbacks=path, **kwargs)
     tracemalloc.start()
@@ -64,7 +64,7 @@ def test_client_in_both_cohorts_is_built_once_per_round(engine):
     algorithm, data = algorithms.FedDane(mu=0.1), OnDemand(1000)
     run = trainer(algorithm=algorithm, engine=engine, sampler=lambda seed, round: [3, 4, 5], gradient_sampler=gradients)
     run.fit(seeded(), data)
-    tried = {0: 1} if engine == "vectorized" else {}  # by the trial step
+    tried = {0: 1} if engine == "vectorized" else {}  # the trial step builds client 0
     assert data.built == {3: 3, 4: 3, 5: 3, 6: 3, 7: 3, **tried}
 
 
@@ -90,7 +90,7 @@ def test_client_data_is_released_after_each_round():
 
 
 def test_empty_clients_do_not_affect_inverse_size_scaling():
-    """FedDyn's local work is the same whether clients are listed, where empty ones are known, or built on demand."""
+    """FedDyn's local work is the same for listed clients, with empty ones known, and for clients built on demand."""
 
     class Some(OnDemand):
         def client_dataset(self, client_id):
@@ -114,9 +114,9 @@ def test_empty_clients_do_not_affect_inverse_size_scaling():
 
 @pytest.mark.thorough
 def test_memory_does_not_grow_with_the_population():
-    run(10**3, algorithms.Scaffold(), max_rounds=1)  # what is allocated once and for all
+    run(10**3, algorithms.Scaffold(), max_rounds=1)  # makes the allocations that happen only once
     small, large = (run(n, algorithms.Scaffold(), max_rounds=2)[3] for n in (10**3, 10**6))
-    assert large - small < 500_000  # half a byte for a client
+    assert large - small < 500_000  # half a byte per client
 
 
 @pytest.mark.thorough

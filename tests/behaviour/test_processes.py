@@ -1,4 +1,4 @@
-"""Several processes, each training clients of its own, end where one process ends."""
+"""Several processes that each train their own clients get the result of one process."""
 
 import os
 import re
@@ -35,7 +35,7 @@ Case = Callable[..., dict[str, Any]]
 
 
 def end(engine: str = "sequential", make: Any = Ordinary, **options: Any) -> dict[str, Any]:
-    """Return what a run comes to, in any number of processes."""
+    """Return the results of a run in any number of processes."""
     record = Record()
     options["callbacks"] = [*options.pop("callbacks", []), record]
     return results_of(run(engine, make, **options), record)
@@ -80,7 +80,7 @@ class WithMetric(Ordinary):
 
 
 class Computes(WithMetric):
-    """Asks a metric object in the middle of a local step."""
+    """Computes a metric object in the middle of a local step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = F.cross_entropy(self(batch[0]), batch[1])
@@ -97,7 +97,7 @@ class WithBatchNorm(Ordinary):
 
 
 class Slowing(Ordinary):
-    """Counts its local steps in a buffer that decides how long they are."""
+    """Counts its local steps in a buffer that determines their length."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def named() -> FederatedDataModule:
     )
 
 
-UNEVEN: dict[str, Any] = {  # all that is large is kept in the first process
+UNEVEN: dict[str, Any] = {  # the first process keeps all large clients
     "datamodule": partial(data, (60, 8, 64, 8, 60, 8)),
     "clients_per_round": 5,
     "max_rounds": 4,
@@ -223,14 +223,14 @@ RESUMED: dict[str, tuple[str, Any]] = {
 
 
 def decided(folder: Path, **options: Any) -> dict[str, Any]:
-    """Return what callbacks that watch a metric decide."""
+    """Return the decisions of callbacks that monitor a metric."""
     best = ModelCheckpoint(folder, "{epoch}", monitor="val_loss", save_top_k=1, mode="max")
     stop = EarlyStopping("train_loss", patience=1, mode="max")
     t = run("sequential", callbacks=[best, stop], enable_checkpointing=True, max_rounds=8, **options)
     return {"best": Path(best.best_model_path).name, "rounds": t.fit_loop.round, "stopped": stop.stopped_epoch}
 
 
-FEW = (  # of each kind one: what it keeps, reads and sends, and whose gradients it takes
+FEW = (  # one per kind: by its states, inputs and messages, and by the clients of its gradients
     "FedAvg", "Scaffold ii", "MimeMVR eq15",
 )  # fmt: skip
 FEW_CASES = [
@@ -240,7 +240,7 @@ FEW_CASES = [
 FEW_SINGLES = [name for name in SINGLES if "Scaffold" in name]
 FEW_RESUMED = ("Scaffold",)
 RUNS = [(name, engine) for name in METHODS for engine in ENGINES]
-FEW_RUNS = [(name, "sequential") for name in FEW]  # two of the cases run at once
+FEW_RUNS = [(name, "sequential") for name in FEW]  # two of the cases cover the vectorized engine
 
 
 def resumed(folder: Path, name: str) -> dict[str, Any]:
@@ -280,7 +280,7 @@ def work_of_others(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", autouse=True)
 def moves_pay() -> Iterator[None]:
-    """Let clients be moved as with a larger model: of so small a one none would be."""
+    """Make moves of clients pay, as with a larger model. With this small one, no client would move."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assignment, "_TRIP", assignment._MOVE)
         yield
@@ -300,13 +300,13 @@ def in_two(work: Callable[[], dict[str, Any]], folder: Path) -> tuple[dict[str, 
 
 @pytest.fixture(scope="module")
 def together(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What each of two processes comes to in the cases of the default run."""
+    """Return the results of each of two processes in the cases of the default run."""
     return in_two(partial(work_of_most, folder), folder)
 
 
 @pytest.fixture(scope="module")
 def of_others(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What each of them comes to in the other cases."""
+    """Return the results of each of two processes in the other cases."""
     return in_two(partial(work_of_others, folder), folder)
 
 
@@ -323,7 +323,7 @@ def assert_one_result(alone: dict[str, Any], parts: Any, name: str, rtol: float 
     assert_plain_agree(alone["metrics"], first["metrics"], rel=max(1e-6, rtol))
     for part in (first, second):
         for one, other in zip(alone["rounds"], part["rounds"], strict=True):
-            assert_plain_agree(one["metrics"], other["metrics"], rel=max(1e-6, rtol))  # they are kept in float32
+            assert_plain_agree(one["metrics"], other["metrics"], rel=max(1e-6, rtol))  # metrics are kept in float32
             assert_plain_agree(*({**r, "metrics": None} for r in (one, other)), rel=max(1e-9, rtol * 10))
     assert sorted(map(str, first["trained"] + second["trained"])) == sorted(map(str, alone["trained"]))
 
@@ -414,7 +414,7 @@ def test_time_limit_ends_all_processes_after_the_same_round(engine: str, tmp_pat
         assert_close(alone["state"], value_of(outcome)["state"])
 
 
-# What goes wrong
+# Failures
 
 
 @pytest.mark.parametrize("algorithm", [FedAvg(), Scaffold()], ids=repr)
@@ -426,7 +426,7 @@ def test_error_in_one_process_ends_both_and_names_the_client(algorithm: Any, tmp
 
 
 def unreadable(with_memory: bool) -> dict[str, Any]:
-    """Fit with clients that the first process keeps and the second trains, of which nothing can be read."""
+    """Fit while the first process cannot read the client states that it keeps for the second one."""
 
     def get(self: MemoryClientStore, index: int) -> Any:
         raise FederatedError(f"What client {index} keeps cannot be read.")
@@ -457,7 +457,7 @@ def test_metric_objects_in_local_steps_are_rejected(tmp_path: Path) -> None:
 
 
 class KeepsUnannounced(FedAvg):
-    """Keeps a state without saying what a new client has."""
+    """Keeps a client state without defining its initial value."""
 
     def finish(self, y: Any, run: Any) -> Any:
         update = super().finish(y, run)
@@ -480,7 +480,7 @@ def test_error_in_forked_processes_names_the_client() -> None:
         end(make=Fails, datamodule=with_invalid, clients_per_round=6, strategy="clients_fork", devices=2)
 
 
-# How processes start
+# Starting processes
 
 
 @pytest.mark.thorough
@@ -494,7 +494,7 @@ def test_forked_processes_match_one() -> None:
 
 
 def started(*command: str) -> str:
-    """Run a program of a user's, and return what it prints."""
+    """Run a user's program, and return its output."""
     environment = {k: v for k, v in os.environ.items() if "RANK" not in k and not k.startswith("MASTER_")}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What holds for any cohorts, sizes, local steps, weights and schedules, drawn at random, through the real trainer."""
+"""Properties of all cohorts, sizes, local steps, weights and schedules, drawn at random, through the real trainer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,21 +24,21 @@ LR, MOST_STEPS = 0.1, 3
 
 
 def few(examples: int) -> Callable[[Any], Any]:
-    """Draw a third of so many examples in the default run, and several times as many in the thorough one."""
-    # the working directory of a test may serve all its examples
+    """Draw a third of ``examples`` in the default run, and several times ``examples`` in the thorough one."""
+    # all examples of a test may share its working directory
     unchecked = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
     return settings(max_examples=max(1, examples * settings().max_examples // 75), suppress_health_check=unchecked)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything about a run that is drawn.
+    """The random choices of a run.
 
     Attributes:
         sizes: Every client's examples.
         cohorts: The ids of every round, in the order in which they are trained.
-        steps: The local steps by round and client; None is a client that is lost.
-        rates: The factor of the local rate by round, one more than there are rounds.
+        steps: The local steps by round and client; None marks a lost client.
+        rates: The factor of the local rate by round, with one more entry than rounds.
         batch_size: The local batch size.
     """
 
@@ -49,7 +49,7 @@ class Plan:
     batch_size: int
 
     def settings(self, algorithm: Algorithm) -> dict[str, Any]:
-        """Return the plan as arguments of the trainer of a method."""
+        """Return the plan as arguments of a method's trainer."""
 
         def heterogeneity(seed: int, round: int, clients: Any, epochs: Any, steps: Any) -> list[int | None]:
             return [self.steps[round][i] for i in clients]
@@ -68,7 +68,7 @@ class Plan:
 
 @st.composite
 def plans(draw: st.DrawFn, losses: bool = False, repeats: bool = False) -> Plan:
-    """Draw a plan; clients may be lost, or drawn more than once in a round, only where that is asked for."""
+    """Draw a plan. Clients are lost or drawn several times in a round only if ``losses`` or ``repeats`` is set."""
     sizes = draw(st.lists(st.integers(1, 9), min_size=2, max_size=5))
     rounds, clients = draw(st.integers(2, 4)), st.integers(0, len(sizes) - 1)
     cohort = st.lists(clients, min_size=1, max_size=len(sizes), unique=not repeats).map(tuple)
@@ -82,7 +82,7 @@ def plans(draw: st.DrawFn, losses: bool = False, repeats: bool = False) -> Plan:
 
 
 def run(plan: Plan, method: Method, ckpt_path: Path | None = None, **kwargs: Any) -> tuple[Any, Trajectory]:
-    """Run least squares in float64; return the trainer and what it went through."""
+    """Run least squares in float64, and return the trainer and its trajectory."""
     seen = Trajectory()
     arguments = {**plan.settings(method.algorithm), "callbacks": seen, "precision": "64-true", **kwargs}
     made = trainer(method, **arguments)
@@ -95,12 +95,12 @@ def close(a: Tensor, b: Tensor) -> None:
     torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-_WITH_LAYERS = ("FedPer", "FedRep", "LGFedAvg")  # which have none of the layers that these name
+_WITH_LAYERS = ("FedPer", "FedRep", "LGFedAvg")  # least squares lacks the layers that these name
 methods = st.sampled_from(sorted(set(METHODS) - set(_WITH_LAYERS))).map(METHODS.__getitem__)
 with_client_state = st.sampled_from([Scaffold("i"), Scaffold("ii"), FedDyn(0.5), FedDyn(0.5, "inverse_size")])
 
 
-# ---------------------------------------------------------------------- clients keep to themselves
+# ---------------------------------------------------------------------- independent clients
 
 
 @pytest.mark.thorough
@@ -138,7 +138,7 @@ def test_kept_local_optimizer_steps_only_with_its_client(plan: Plan) -> None:
 )
 def test_client_training_is_independent_of_other_clients(plan: Plan, algorithm: Algorithm, client: int) -> None:
     def ends(cohorts: Any) -> list[Tensor]:
-        # the server stands still, so that a client could hear of the others through nothing but a leak
+        # the server's model stays constant, so only a leak could make a client depend on the others
         still, seen = partial(torch.optim.SGD, lr=0.0), Trajectory()
         method, arguments = Method(algorithm), replace(plan, cohorts=tuple(cohorts)).settings(algorithm)
         made = trainer(method, **arguments, server_optimizer=still, callbacks=seen)
@@ -150,7 +150,7 @@ def test_client_training_is_independent_of_other_clients(plan: Plan, algorithm: 
 
 
 class Watched(LeastSquares):
-    """Notes the order of the rows and a random number of every step."""
+    """Records the order of the rows and a random number of every step."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What cannot work in rounds is refused before the first one, by name, with the reason and the remedy."""
+"""Options that cannot work in rounds are refused by name before the first one, with the reason and the remedy."""
 
 import re
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""A run that is resumed goes on with the engine that it had, and so with the same bits."""
+"""A resumed run keeps its engine, and so ends with the same bits."""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,14 +27,14 @@ def engines_of(trainer: Any) -> list[str]:
 
 
 def resumed(tmp_path: Path, at: int, to: int, first: dict[str, Any], second: dict[str, Any] | None = None) -> Any:
-    """Return a run that is resumed at a round, maybe with other options."""
+    """Return a run that is resumed at a round, possibly with other options."""
     path = tmp_path / f"{at}.ckpt"
     run(**first, max_rounds=at).save_checkpoint(path)
     return run(**(first if second is None else second), max_rounds=to, ckpt_path=path)
 
 
 class Fitting(pl.LightningModule):
-    """Soon fits its data, so that gradients are small and rounding to half precision is most of them."""
+    """Fits its data quickly, so gradients are small and half-precision rounding dominates them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Fitting(pl.LightningModule):
 
 
 class WithoutScaler(MixedPrecision):
-    """Mixed precision in float16 on a CPU, whose gradients are not scaled."""
+    """Float16 mixed precision on a CPU, without gradient scaling."""
 
     def __init__(self) -> None:
         super().__init__("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
@@ -79,7 +79,7 @@ def test_trial_decision_is_stable_in_half_precision(precision: str, at: int, tmp
 
 
 class Enlarged(torch.autograd.Function):
-    """The identity, but 5 % larger for several clients at once."""
+    """The identity, except that it is 5 % larger for several clients at once."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class Enlarged(torch.autograd.Function):
 
 
 class Wrong(torch.autograd.Function):
-    """The identity, whose gradient of several clients at once is 5 % too large."""
+    """The identity, with a gradient that is 5 % too large for several clients at once."""
 
     generate_vmap_rule = True
 
@@ -172,7 +172,7 @@ def test_trial_does_not_modify_module_or_random_state(precision: str, monkeypatc
 
 class PerBatch(pl.Callback):
     def on_train_batch_end(self, *_: Any) -> None:
-        """Do nothing, but for every batch."""
+        """Do nothing. This hook needs a call for every batch."""
 
 
 OPTIONS: dict[str, Any] = {"engine": "auto", "make": Ordinary, "datamodule": EVEN}
@@ -180,7 +180,7 @@ OPTIONS: dict[str, Any] = {"engine": "auto", "make": Ordinary, "datamodule": EVE
 
 def test_resumed_auto_run_keeps_its_engine(tmp_path: Path) -> None:
     with_hook = {**OPTIONS, "callbacks": [PerBatch()]}
-    found = resumed(tmp_path, 1, 3, with_hook, OPTIONS)  # without the reason for the choice
+    found = resumed(tmp_path, 1, 3, with_hook, OPTIONS)  # the resumed run lacks the hook that decided the engine
     assert engines_of(found) == ["sequential"]
     assert same(state_of(found), state_of(run(**with_hook, max_rounds=3)))
 
@@ -239,7 +239,7 @@ def test_resumed_run_with_late_random_step_has_identical_bits(tmp_path: Path) ->
 
 
 class FailsTogether(Ordinary):
-    """Asks for a number, which several clients at once cannot give, on batches of one example."""
+    """Reads a tensor's value on batches of one example, which several clients at once cannot do."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = F.cross_entropy(self(batch[0]), batch[1])

@@ -1,4 +1,4 @@
-"""A resumed run has the numbers of the one it goes on from in the types they had."""
+"""A resumed run restores its numbers with their original types."""
 
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_checkpoint_with_plain_number_metrics_loads(tmp_path: Path) -> None:
 
 
 class Taught(Ordinary):
-    """Has a frozen teacher that follows it."""
+    """Has a frozen teacher that follows its head."""
 
     def __init__(self) -> None:
         super().__init__()

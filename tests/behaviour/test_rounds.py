@@ -1,4 +1,4 @@
-"""What a run of rounds promises: identities between methods, equality with plain Lightning, exact resume."""
+"""The guarantees of a run: identities between methods, equality with plain Lightning, exact resume."""
 
 from functools import cache
 from pathlib import Path
@@ -29,7 +29,7 @@ from tests.helpers.training import QUIET, Net, classification, clients, data, fi
 
 
 class RoundsOf(FederatedCallback):
-    """Keep the server parameters after every round."""
+    """Keep every round's server parameters and cohort."""
 
     def __init__(self) -> None:
         self.models: list[torch.Tensor] = []
@@ -268,7 +268,7 @@ def test_local_work_is_measured_in_optimizer_steps(settings: dict[str, Any], ste
 
 
 class Accumulated(RoundsOf):
-    """Keep every client's steps and batches of every round too."""
+    """Also keep every round's local steps by client and its number of batches."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A second fit of one trainer: it continues the run, and checks what a resume from a checkpoint checks."""
+"""A second fit of a trainer continues the run, with the checks of a resume from a checkpoint."""
 
 from collections.abc import Callable
 from copy import copy
@@ -45,15 +45,15 @@ def named(names: list[str]) -> FederatedDataModule:
 
 @dataclass(frozen=True)
 class Change:
-    """What a run is continued with, other than what it began with.
+    """A change between the first and the second fit of a run.
 
     Attributes:
-        message: What the refusal says after naming the run so far.
+        message: The refusal's text after the name of the run so far.
         edit: Changes the model and the trainer.
         first: The data of the first rounds.
-        then: The data after these.
+        then: The data of the later rounds.
         algorithm: The method.
-        resumed: What the refusal of a resume from a checkpoint says, if it is something else; None if it is accepted.
+        resumed: The refusal's text for a resume from a checkpoint if it differs, or None if the resume is accepted.
     """
 
     message: str
@@ -227,7 +227,7 @@ def test_second_fit_warns_about_accepted_changes(name: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"algorithm": FedDyn(0.1, evaluate="mean")},  # whose module shows another model than x
+        {"algorithm": FedDyn(0.1, evaluate="mean")},  # its module holds a model other than x
         {"algorithm": Scaffold(), "personal": ["head.*"], "precision": "64-true"},
         {"algorithm": Scaffold(), "asynchronous": FedBuff(2, 4), "clients_per_round": None},
         {"algorithm": FedAvg(), "server_optimizer": partial(FedAdam, lr=0.1)},

@@ -1,4 +1,4 @@
-"""Embeddings with sparse=True: every method and engine comes to the numbers of dense gradients."""
+"""Embeddings with sparse=True: every method and engine gets the results of dense gradients."""
 
 import warnings
 from functools import partial
@@ -41,7 +41,7 @@ class Words(pl.LightningModule):
 
 
 class Watched(Words):
-    """Keeps whether the gradients that a step reads are sparse."""
+    """Records whether the gradients that a step reads are sparse."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.is_sparse = self.words.weight.grad.is_sparse

@@ -1,4 +1,4 @@
-"""Each client on all processes: batches split, gradients summed, the rest as in one process."""
+"""All processes train each client: they split batches and sum gradients. All else is as in one process."""
 
 import math
 import re
@@ -33,11 +33,11 @@ from tests.helpers.processes import in_processes
 from tests.helpers.selection import few
 from tests.helpers.training import FEATURES, Net, clients, parameters, same, seeded, trainer
 
-SIZES = (9, 8, 13, 5, 1, 6)  # with batches of 4, some end with one of a single example
+SIZES = (9, 8, 13, 5, 1, 6)  # with batches of 4, some clients' last batch has a single example
 
 
 class Exact(Net):
-    """In float64, without dropout; logs means, a mean of plain numbers, a greatest value, and summed gradients."""
+    """Trains in float64 without dropout. Logs means, a mean of plain numbers and a greatest value."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(dropout=0.0, **kwargs)
@@ -54,7 +54,7 @@ class Exact(Net):
 
 
 class Hooked(Exact):
-    """Looks at the gradient between backward and step."""
+    """Logs the norm of the gradient between backward and step."""
 
     def on_after_backward(self) -> None:
         self.log("gradient", torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]).norm())
@@ -66,7 +66,7 @@ class WithAdam(Exact):
 
 
 class Gated(Exact):
-    """A layer that few examples go through, one that none does, and buffers that count."""
+    """Has a layer that few examples use, a layer that none uses, and buffers that every batch changes."""
 
     def __init__(self) -> None:
         super().__init__(momentum=0.9, weight_decay=0.1)
@@ -90,7 +90,7 @@ class Gated(Exact):
 
 
 class Dropping(Exact):
-    """Logs the greatest and the least number that a process draws at the start of a client's only epoch."""
+    """Logs the greatest and the least of the processes' random numbers at the start of a client's only epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Normed(Exact):
 
 
 class Half(Exact):
-    """As under a gradient scaler."""
+    """Trains in float32, for a gradient scaler."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Half(Exact):
 
 
 class Scaled(MixedPrecision):
-    """Float16 with a gradient scaler, of which GPUs have no monopoly; its first steps overflow."""
+    """Float16 with a gradient scaler on a CPU. Its first steps overflow."""
 
     def __init__(self) -> None:
         super().__init__("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**24))
@@ -138,7 +138,7 @@ def _numbers(report: Any) -> list[Any]:
 
 
 class Record(FederatedCallback):
-    """Keeps what every round came to."""
+    """Records the results of every round."""
 
     def __init__(self) -> None:
         self.rounds: list[dict[str, Any]] = []
@@ -174,7 +174,7 @@ def noise(batch: list[Tensor], generator: torch.Generator) -> list[Tensor]:
 def run(
     module: type[Net] = Exact, augment: Any = None, save: Path | None = None, load: Path | None = None, **kwargs: Any
 ) -> list[dict[str, Any]]:
-    """Fit and return what every round came to; four of six clients a round, three rounds."""
+    """Fit and return the results of every round: four of six clients a round, three rounds."""
     record = Record()
     fitted = trainer(**{"clients_per_round": 4, "callbacks": record, "inference_mode": True, **kwargs})
     fitted.fit(seeded(module), federation(augment=augment), ckpt_path=load)
@@ -213,7 +213,7 @@ UNLIKE: Mapping[str, Callable[..., list[dict[str, Any]]]] = {
     "scaled": partial(run, module=Half, plugins=Scaled()),
 }
 FEW = ("Scaffold", "Mime with weight decay")
-"""Of each kind one: whose gradients are summed and when, and a loss of the population."""
+"""One of each kind. Kinds differ in whose gradients are summed, and when."""
 
 
 class OneFails(Exact):
@@ -270,7 +270,7 @@ def texts_of_failures() -> dict[str, str]:
 
 
 def work(folder: Path) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
-    """Return what everything comes to in this process and another one."""
+    """Run everything in this process and another one, and return this one's results and errors."""
     results = {name: ALL[name](strategy="ddp", devices=2) for name in (*FEW, *UNLIKE)}
     results["again"] = RUNS["Scaffold"](strategy="ddp_find_unused_parameters_true", devices=2)
     resumed = partial(run, algorithm=Scaffold(), strategy="ddp", devices=2)
@@ -280,7 +280,7 @@ def work(folder: Path) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]
 
 
 class Together(NamedTuple):
-    """What two processes came to, by rank."""
+    """The results and errors of two processes, by rank."""
 
     results: list[dict[str, list[dict[str, Any]]]]
     errors: list[dict[str, str]]
@@ -299,7 +299,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Together:
 
 @pytest.fixture(scope="module")
 def of_others(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[dict[str, Any]]]]:
-    """What two processes come to in the runs that the default run leaves out, by rank."""
+    """Return the results of two processes, by rank, in the runs that the default run leaves out."""
     others = [name for name in RUNS if name not in FEW]
     outcomes = in_processes(
         lambda: {name: RUNS[name](strategy="ddp", devices=2) for name in others}, tmp_path_factory.mktemp("ddp")
@@ -310,7 +310,7 @@ def of_others(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[d
 
 
 def results_of(name: str, request: pytest.FixtureRequest) -> list[list[dict[str, Any]]]:
-    """Return what a run comes to, by rank."""
+    """Return the results of a run, by rank."""
     is_default = name in (*FEW, *UNLIKE)
     found = request.getfixturevalue("together").results if is_default else request.getfixturevalue("of_others")
     return [results[name] for results in found]
@@ -321,7 +321,7 @@ def assert_close(found: Any, expected: Any, tolerance: float = 1e-12) -> None:
     if isinstance(expected, Mapping):
         assert found.keys() == expected.keys()
         for name, value in expected.items():
-            assert_close(found[name], value, 1e-6 if name == "number" else tolerance)  # kept in float32 by Lightning
+            assert_close(found[name], value, 1e-6 if name == "number" else tolerance)  # Lightning keeps it in float32
     elif isinstance(expected, list):
         assert len(found) == len(expected)
         for pair in zip(found, expected, strict=True):

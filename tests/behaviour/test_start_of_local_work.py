@@ -1,4 +1,4 @@
-"""Local work that starts elsewhere than at x: changes stay ``y - x``, and paths are those of the steps."""
+"""Local work that does not start at x: updates stay ``y - x``, and paths contain only the steps."""
 
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ SGD, ADAM = partial(torch.optim.SGD, lr=LR), partial(torch.optim.Adam, lr=0.01)
 
 
 class Elsewhere(Algorithm):
-    """Starts where a full-batch step and the states lead; sends the mean gradient of its path."""
+    """Starts at a point given by a full-batch step and the states. Sends the mean gradient of its path."""
 
     reduces = {"delta": "weighting", "path": "weighting"}
     full_grad_at, full_grad_for = ("x",), "client"
@@ -49,7 +49,7 @@ def test_engines_agree(build: Any, chunk_size: int) -> None:
     many = run("vectorized", chunk_size=chunk_size, callbacks=records[1], **options)
     assert_agree(one, many)
     assert [r.bytes_down for r in records[0].rounds] == [r.bytes_down for r in records[1].rounds]
-    assert records[0].rounds[0].bytes_down == records[0].rounds[0].bytes_up  # x and what start reads
+    assert records[0].rounds[0].bytes_down == records[0].rounds[0].bytes_up  # x, and the state that start reads
 
 
 class Shifted(Elsewhere):

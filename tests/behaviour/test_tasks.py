@@ -1,4 +1,4 @@
-"""The complete configurations of published tasks: they read nothing until they run, and run where the files are.
+"""Complete configurations of published tasks: they read no files until they run, and run if the files exist.
 
 Set ``LIGHTNING_FED_DATA`` to a folder of data sets for the second part.
 """
@@ -23,19 +23,19 @@ ALSO = {
 }
 REGRESSION = {"concrete", "least_squares", "quadratics"}
 SMALL = {"concrete", "femnist", "least_squares", "mnist", "quadratics", "table"}  # the others take seconds to read
-NOT_PUBLISHED = {"sentiment140"}  # tested where somebody has a folder of that name
+NOT_PUBLISHED = {"sentiment140"}  # tested only if a folder of that name exists
 
 
 @pytest.fixture(autouse=True)
 def _command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give no arguments but a test's own, and take back the seed that ``seed_everything`` leaves behind."""
+    """Pass only a test's own arguments, and restore the environment that ``seed_everything`` changes."""
     monkeypatch.setattr(sys, "argv", ["lightning-fed"])
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")
     monkeypatch.setenv("PL_SEED_WORKERS", "0")
 
 
 def title(data: FederatedDataModule) -> str:
-    """Return what the picture of the clients says it shows."""
+    """Return the title of the clients' figure."""
     shown: str = split_figure(data, max_clients=3).axes[0].get_title()
     return shown
 

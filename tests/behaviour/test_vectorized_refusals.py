@@ -1,4 +1,4 @@
-"""What cannot be run for several clients at once is refused by name before the first round, and leaves no trace."""
+"""Steps that cannot run for several clients at once are refused by name before the first round, without a trace."""
 
 import random
 from collections.abc import Callable
@@ -34,7 +34,7 @@ class WithBatchNorm(Ordinary):
 
 
 class Step(Ordinary):
-    """Lets a function have its say in the training step."""
+    """Calls a function in the training step."""
 
     def __init__(self, then: Callable[..., Any]) -> None:
         super().__init__()
@@ -96,12 +96,12 @@ def log_twice(module: Any, loss: Tensor, batch: Any) -> Tensor:
 
 def clamp_bias(module: Any, loss: Tensor, batch: Any) -> Tensor:
     with torch.no_grad():
-        module.head.bias.clamp_(-100.0, 100.0)  # which changes no value
+        module.head.bias.clamp_(-100.0, 100.0)  # changes no value
     return loss
 
 
 def halve_bias(module: Any, loss: Tensor, batch: Any) -> Tensor:
-    module.head.bias.data.mul_(0.5)  # of which PyTorch takes no note
+    module.head.bias.data.mul_(0.5)  # PyTorch does not detect this
     return loss
 
 
@@ -205,7 +205,7 @@ def test_rejection_restores_python_and_numpy_random_state() -> None:
 
 
 class WithHook(Ordinary):
-    """Has a hook on a parameter, from a round on."""
+    """Has a hook on a parameter from round ``first`` on."""
 
     def __init__(self, register: str, first: int = 0) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ def test_parameter_hooks_are_rejected(register: str) -> None:
 
 
 class FromRound(Ordinary):
-    """Asks for the number of batches from the second round on."""
+    """Reads the number of batches from the second round on."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = F.cross_entropy(self(batch[0]), batch[1])
@@ -242,7 +242,7 @@ def test_per_client_trainer_values_are_rejected_in_later_rounds() -> None:
     with pytest.raises(FederatedError, match=r"no value for trainer.num_training_batches in training_step"):
         t.fit(FromRound(), data())
     assert t.fit_loop.round == 1
-    assert t.num_training_batches == 1  # outside of clients' work it may be asked for
+    assert t.num_training_batches == 1  # it has a value outside the clients' work
 
 
 class WithMaxNorm(Ordinary):
@@ -310,9 +310,9 @@ def test_error_for_recurrent_layers_suggests_a_fix(kind: str, is_frozen: bool) -
     reason = rf"runs its layer 'memory' \({kind}\) for one client at a time only; a loop of nn.{kind}Cell can"
     if is_frozen:
         reason = rf"its frozen layer 'memory' \({kind}\) starts from a state that all clients share; pass it a first"
-    if not (kind == "LSTM" and is_frozen):  # in float32 it has a kernel that takes several
+    if not (kind == "LSTM" and is_frozen):  # in float32, a frozen LSTM has a kernel for several clients
         refused(partial(Remembers, kind, is_frozen, False), reason)
-    changed = partial(Remembers, kind if is_frozen else f"{kind}Cell", is_frozen, True)  # as the refusal says
+    changed = partial(Remembers, kind if is_frozen else f"{kind}Cell", is_frozen, True)  # as the refusal suggests
     assert_agree(*(run(engine, changed, full_batches) for engine in ("vectorized", "sequential")))
 
 
@@ -353,7 +353,7 @@ def test_local_buffers_are_allowed_for_module_without_buffers() -> None:
 
 
 class Scaled(MixedPrecision):
-    """Half precision with a gradient scaler, which Lightning gives on a GPU only."""
+    """Half precision with a gradient scaler on a CPU. Lightning itself uses one on a GPU only."""
 
     def __init__(self) -> None:
         super().__init__("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
@@ -381,7 +381,7 @@ def test_strings_in_a_batch_are_rejected() -> None:
 
 
 class Surprise(Ordinary):
-    """Does on a small batch what it does not do on the first."""
+    """Reads its loss on batches of three examples only, and so not on the first batch."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
