@@ -1,4 +1,4 @@
-"""What tests of engines look at."""
+"""Fixtures of the engines' tests."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from lightning_fed.engines.vectorized.schedule import interleaved
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many clients took each step, of those that do not wait for each other."""
+    """Record the number of clients in each step of clients that do not wait for each other."""
     found: list[int] = []
 
     def noted(sizes: Any, full: int) -> Any:
         for step in interleaved(sizes, full):
-            if full > 1:  # it is 1 where all step together
+            if full > 1:  # 1 if all clients step together
                 found.append(len(step.at))
             yield step
 

@@ -1,4 +1,4 @@
-"""What all engines share: the parts of vectors that corrections read, results of a chunk, gradients of clients."""
+"""Parts shared by all engines: vector parts that corrections read, chunk results, and clients' gradients."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def test_per_parameter_steps_are_sliced_and_track_reads() -> None:
 
 
 def chunk(**options: Any) -> ChunkResult:
-    """Return a result of two clients, of whose four parameters the last is personal."""
+    """Return a result of two clients, each with three shared parameters and a personal one."""
     y = torch.arange(8.0).view(2, 4)
     members = [Participant(f"c{i}", i, 5, 1, 2) for i in range(2)]
     reports = [ClientReport(who.client_id, 5, 2, 0.5, {}, 1.0, 0.0) for who in members]
@@ -68,7 +68,7 @@ class WithMetric(Ordinary):
 
 
 class Asks(FederatedCallback):
-    """Lets the engine take gradients and losses of a client, and take back what a client leaves behind."""
+    """Asks the engine for a client's gradients and losses, and undoes a client's side effects."""
 
     def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
         state = trainer.fit_loop.run_state
@@ -88,7 +88,7 @@ class Asks(FederatedCallback):
 
 @pytest.fixture(scope="module")
 def asked() -> dict[float, Asks]:
-    """What the engine answers, by the share of dropout."""
+    """Return the engine's answers by dropout rate."""
     found = {}
     for dropout in (0.0, 0.5):
         found[dropout] = Asks()
@@ -97,7 +97,7 @@ def asked() -> dict[float, Asks]:
 
 
 def of_client(x: Tensor) -> tuple[Tensor, float]:
-    """Return gradient and summed loss of client 1 at a point, by hand."""
+    """Return client 1's gradient and summed loss at a point, computed by hand."""
     model = Ordinary().double()
     torch.nn.utils.vector_to_parameters(x, model.parameters())
     inputs, labels = clients()[1].tensors

@@ -1,4 +1,4 @@
-"""Which hooks between batches a module or a callback uses, and what the vectorized engine says of them."""
+"""Batch hooks of modules and callbacks: their detection, and their rejection by the vectorized engine."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -56,7 +56,7 @@ CALLBACK_HOOKS = [
 
 
 def using(module: pl.LightningModule, *callbacks: pl.Callback, datamodule: Any = None) -> Any:
-    """Return what stands for a trainer."""
+    """Return a stand-in for a trainer."""
     strategy = SingleDeviceStrategy("cpu")
     return SimpleNamespace(lightning_module=module, callbacks=list(callbacks), datamodule=datamodule, strategy=strategy)
 
@@ -103,7 +103,7 @@ def test_timers_check_the_clock_once_per_round() -> None:
 
 
 class PerBatch(ModelCheckpoint):
-    """Does something of its own for every batch."""
+    """Acts on every batch."""
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.heard = True
@@ -136,7 +136,7 @@ class Doubled(Precision):
 
 
 class DoubledAfterwards(Precision):
-    """Doubles the gradient where Lightning clips it, which it asks for in every step."""
+    """Doubles the gradient in Lightning's clipping, which runs in every step."""
 
     def clip_gradients(self, optimizer: Any, *_: Any, **__: Any) -> None:
         for parameter in self.main_params(optimizer):

@@ -1,4 +1,4 @@
-"""What counts as a module's state beside its trained parameters, and how it is restored."""
+"""Detection and restoration of changes in a module's state, except in its trained parameters."""
 
 import logging
 import weakref
@@ -31,7 +31,7 @@ def test_snapshots_cover_collections_and_plain_objects() -> None:
     snapshot.restore()
     assert (len(module.pairs["a"]), list(module.pairs["a"][1]), module.own.value) == (2, ["b"], 1.0)
     module.myself = module.pairs
-    module.pairs["pairs"] = module.pairs  # ends all the same
+    module.pairs["pairs"] = module.pairs  # a cycle must not hang the snapshot
     taken(module)
     module.many = list(range(10**6))
     snapshot = taken(module)
@@ -40,7 +40,7 @@ def test_snapshots_cover_collections_and_plain_objects() -> None:
 
 
 def taken(module: nn.Module) -> Snapshot:
-    """Return a snapshot of a module, which nothing has changed yet."""
+    """Return a snapshot of an unchanged module."""
     snapshot = Snapshot([("", module)])
     assert snapshot.changed() is None
     return snapshot
@@ -54,7 +54,7 @@ def test_snapshots_compare_numbers_by_value_and_objects_by_identity() -> None:
     module.rates["all"][1] = float("nan")
     assert snapshot.changed() is None
     module.rates["all"] = module.rates.pop("all")
-    assert snapshot.changed() == ("attribute", "rates")  # in another order
+    assert snapshot.changed() == ("attribute", "rates")  # the order changed
     module.rates["pair"] = module.rates.pop("pair")
     assert snapshot.changed() is None
     module.pair = tuple(module.rates["pair"])
@@ -81,7 +81,7 @@ def test_snapshots_cover_generators_arrays_hooks_and_layers() -> None:
 
 
 def test_replaced_parameter_objects_are_reported_separately() -> None:
-    """Whether that matters depends on who looks: an engine replaces some buffers when it writes them."""
+    """The caller decides whether this matters: an engine replaces some buffers when it writes them."""
     module = nn.BatchNorm1d(2)
     snapshot = taken(module)
     module.running_mean = module.running_mean.clone()
@@ -91,7 +91,7 @@ def test_replaced_parameter_objects_are_reported_separately() -> None:
 
 
 class Node:
-    """A part of a configuration that knows its parent, as those of OmegaConf do."""
+    """A configuration node that references its parent, as in OmegaConf."""
 
     def __init__(self, parent: "Node | None" = None) -> None:
         self.parent, self.children, self.value = parent, list["Node"](), 0.0
@@ -133,7 +133,7 @@ def test_snapshots_cover_slots() -> None:
 
 
 class Frozen(OrderedDict):  # type: ignore[type-arg]
-    """Cannot be written, as the configurations of diffusers."""
+    """Rejects updates, as the configurations of diffusers do."""
 
     def update(self, *_: Any, **__: Any) -> None:
         raise TypeError("frozen")
@@ -160,7 +160,7 @@ def test_unwritable_or_uncopyable_collections_are_not_modified() -> None:
 
 
 class Delegates:
-    """Answers for every name that it does not have."""
+    """Looks up missing attributes in its data."""
 
     __slots__ = ("data",)
 

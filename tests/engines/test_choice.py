@@ -1,4 +1,4 @@
-"""Clients that the vectorized engine cannot run though its trial step passed."""
+"""Clients that the vectorized engine cannot run although its trial step passed."""
 
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ RESTARTS = "engine='auto' restarts round 0 with 'sequential', and stays with it:
 
 
 class Picky(Ordinary):
-    """Asks for a number, which several clients at once cannot give, on batches of one size."""
+    """Calls ``item()`` on batches of one size, which fails for several clients at once."""
 
     size = 1
 
@@ -38,7 +38,7 @@ class PickyInFullBatches(Picky):
 
 
 class Cells(Ordinary):
-    """A recurrent cell, to whose state without a client several clients' inputs cannot be added in place."""
+    """A recurrent cell whose initial state has no client dimension, so that adding clients' inputs in place fails."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def test_vectorized_raises_without_blaming_a_client(name: str) -> None:
 
 
 class FromRestart(Record):
-    """Forgets what it has heard before the restart; a counter is put back."""
+    """Clears its recorded order at a restart. The restart restores its counter of clients."""
 
     clients, restarts = 0, 0
 
@@ -122,7 +122,7 @@ def test_resumed_run_yields_identical_bits(tmp_path: Path) -> None:
 
 
 class Fails(Picky):
-    """Fails on one client's data, which is the client's own fault."""
+    """Fails on one client's data, which is an error of the client and not of the engine."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if not torch._C._functorch.is_batchedtensor(batch[0]) and bool((batch[0] > 90).any()):
@@ -159,14 +159,14 @@ def run_in_two(case: dict[str, Any]) -> Any:
 
 
 class Misses(Ordinary):
-    """Reads an attribute that nobody has set before the trial step."""
+    """Reads an attribute that is not set before the trial step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx) + 0 * self.teacher[0].sum()
 
 
 class Distills(Misses):
-    """Keeps the server's model of the round, as FedNTD does, in an attribute that __init__ does not set."""
+    """Stores the server's model of the round, as FedNTD does, in an attribute that __init__ does not set."""
 
     def on_train_epoch_start(self) -> None:
         self.teacher = [p.detach().clone() for p in self.parameters()]

@@ -1,4 +1,4 @@
-"""Errors in clients' work: whose they are, at which step, and how a user reads them in short."""
+"""Errors in clients' work: the client and step at fault, and short messages for users."""
 
 import re
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from tests.helpers.training import FEATURES, data, trainer
 
 
 class Step(Ordinary):
-    """Lets a function have its say in the training step."""
+    """Passes the loss of its training step through a function."""
 
     def __init__(self, then: Callable[..., Any]) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Step(Ordinary):
 def test_long_vmap_error_is_shortened_and_logged_in_full(caplog: pytest.LogCaptureFixture) -> None:
     def write_shared(module: Any, loss: Tensor, batch: Any) -> Tensor:
         shared = torch.zeros(FEATURES)
-        shared[batch[0][0] > 0] = 1.0  # refused by vmap in 393 letters
+        shared[batch[0][0] > 0] = 1.0  # vmap rejects this with 393 characters
         return loss + 0 * shared.sum()
 
     t = trainer(engine="auto", callbacks=[])
@@ -142,7 +142,7 @@ def test_step_without_a_gradient_cannot_be_clipped_by_value() -> None:
 
 
 class FixedSize(Ordinary):
-    """Takes batches of one size only, as a queue of keys or a state of a recurrent layer may."""
+    """Fails on batches of more than four examples, as a queue of keys or a recurrent state may."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx) + torch.zeros(4)[: len(batch[0])].add(batch[0][:, 0] * 0).sum()
@@ -155,7 +155,7 @@ def test_fixed_batch_size_module_raises_a_full_batch_size_hint() -> None:
 
 
 class Spectral(Ordinary):
-    """Views a parameter as complex numbers, as state space models do; 155 others come before it."""
+    """Views a parameter as complex numbers, as state space models do. It starts at index 155 of the vector."""
 
     def __init__(self, copies: bool) -> None:
         super().__init__()

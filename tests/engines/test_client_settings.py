@@ -1,4 +1,4 @@
-"""What hooks of clients set: each client works with its own settings, or the engine is refused by name."""
+"""Settings changed by client hooks: each client uses its own, or an error names the setting."""
 
 import copy
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from tests.helpers.training import CLASSES, FEATURES, clients, data, same
 RESTARTS = "engine='auto' restarts round"
 PLAIN = partial(torch.optim.SGD, lr=0.1)
 EVEN = partial(data, (8, 8, 8, 8))
-UNALIKE = (1.0, 5.0, 1.0, 1.0)  # the last client leaves the value that the first one had
+UNALIKE = (1.0, 5.0, 1.0, 1.0)  # the last client leaves the first client's value
 VECTORIZED: list[dict[str, Any]] = [{"engine": "vectorized"}, {"engine": "vectorized", "chunk_size": 1}]
 
 
@@ -39,7 +39,7 @@ class Options:
 
 
 class Adjustable(Ordinary):
-    """Has all kinds of settings, each with the effect of a factor of the logits."""
+    """Has settings of all kinds, and each scales the logits."""
 
     def __init__(self, optimizer: Any = PLAIN) -> None:
         super().__init__(optimizer)
@@ -91,7 +91,7 @@ Setter = Callable[[Any, Any, float], None]
 
 
 class Sets(FederatedCallback):
-    """Gives each client a value, by its id and the round."""
+    """Sets a value for each client, by its id and the round."""
 
     def __init__(self, setter: Setter, value: Callable[[int, int], float], hook: str = "on_client_start") -> None:
         self.setter, self.value, self.hook = setter, value, hook
@@ -212,7 +212,7 @@ def options_of(setter: Setter) -> dict[str, Any]:
 
 
 def setting(setter: Setter, value: Callable[[int, int], float], **options: Any) -> Callable[..., Any]:
-    """Return a function that runs a module whose clients get values."""
+    """Return a function that starts a run and sets a value for each client."""
 
     def start(**engine: Any) -> Any:
         return run(**{**options_of(setter), **options, "callbacks": [Sets(setter, value)], **engine})
@@ -241,7 +241,7 @@ def test_vectorized_error_names_the_setting_and_the_client(setter: Setter, engin
 
 
 class Wide(Adjustable):
-    """Has settings in its class and in an array of many numbers."""
+    """Has one setting in its class, and another in a large array."""
 
     scale = 1.0
 
@@ -327,7 +327,7 @@ def trainable(trainer: Any, module: Any, value: float) -> None:
 @pytest.mark.parametrize("hook", ["on_client_start", "on_client_end"])
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_freezing_a_parameter_per_client_is_rejected(hook: str, engine: str) -> None:
-    """A method would still correct its gradient of zero, and move it."""
+    """A method would still correct the parameter's zero gradient, and move it."""
     callback = Sets(trainable, lambda client, _: float(client == 0), hook)
     with pytest.raises(FederatedError, match=r"has frozen the parameter 'head\.bias'"):
         run(engine, make=Adjustable, algorithm=Scaffold(), datamodule=EVEN, callbacks=[callback], max_rounds=1)
@@ -337,7 +337,7 @@ def test_freezing_a_parameter_per_client_is_rejected(hook: str, engine: str) -> 
 
 
 def values_of(trainer: Any) -> list[Any]:
-    """Return the values of all that is set here."""
+    """Return the values of all settings that these tests change."""
     module, data = trainer.lightning_module, trainer.datamodule
     options = [{k: v for k, v in group.items() if k != "params"} for group in trainer.optimizers[0].param_groups]
     of_trainer = trainer.gradient_clip_val, trainer.fit_loop.corrected_clip, vars(trainer.fit_loop.settings.algorithm)
@@ -356,7 +356,7 @@ def values_of(trainer: Any) -> list[Any]:
 
 
 class OnlyFor(FederatedCallback):
-    """Sets something for client 1 and for the last one, and notes the settings that clients and rounds find."""
+    """Changes a setting for clients 1 and 3, and records the settings that clients and rounds find."""
 
     def __init__(self, setter: Setter, round: int | None = None) -> None:
         self.setter, self.round = setter, round
@@ -499,7 +499,7 @@ def test_vectorized_error_names_the_setting_from_on_client_end() -> None:
 @pytest.mark.thorough
 def test_setting_after_the_last_client_applies_to_the_next_round() -> None:
     class Last(FederatedCallback):
-        """Sets something once the last client of a round is done."""
+        """Changes a setting after the last client of a round."""
 
         ended = 0
 
@@ -518,7 +518,7 @@ def test_setting_after_the_last_client_applies_to_the_next_round() -> None:
 
 
 class Relative(Record):
-    """Changes settings by steps, and takes them back; counts clients, and stops comparing in later rounds."""
+    """Changes settings relative to their values from round ``first`` on, undoes some of them, and counts clients."""
 
     def __init__(self, first: int = 0) -> None:
         super().__init__()
@@ -607,7 +607,7 @@ def test_two_processes_restart_together(hook: str, tmp_path: Path) -> None:
 
 
 def in_two(hook: str, engine: str = "auto", **options: Any) -> Any:
-    # by the client alone, as each process starts from its own settings; only client 3 gets another value
+    # The value depends on the client alone, since each process starts from its own settings. Only client 3 differs.
     callback = Sets(attribute, lambda client, _: 5.0 if client == 3 else 1.0, hook)
     if hook == "on_client_end":
         callback = Sets(attribute, lambda client, _: 1.0, hook)
@@ -622,7 +622,7 @@ def results_in_two(hook: str) -> Any:
     return results_of(t)["state"], t.fit_loop.clients.engine.name
 
 
-# ---------------------------------------------------------------------- what is not compared
+# ---------------------------------------------------------------------- settings that are not compared
 
 
 @pytest.mark.thorough
@@ -650,7 +650,7 @@ def test_hooks_that_only_observe_keep_the_engine() -> None:
 
 
 class Weighted(Ordinary):
-    """Weighs classes by a buffer."""
+    """Weights classes by a buffer."""
 
     def __init__(self) -> None:
         super().__init__(PLAIN)
@@ -662,7 +662,7 @@ class Weighted(Ordinary):
 
 
 class Replaces(FederatedCallback):
-    """Weighs the last class anew in every round, and gives each client a buffer of its own."""
+    """Changes the weight of the last class in every round, and gives each client its own buffer."""
 
     def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
         pl_module.weights[-1] = 1.0 + round
@@ -695,7 +695,7 @@ class Counting(Ordinary):
 
 
 class Seen(FederatedCallback):
-    """What the module holds when a client's work begins and ends."""
+    """Records the module's state when a client's work begins and ends."""
 
     def __init__(self) -> None:
         self.start: dict[Any, Any] = {}
@@ -719,7 +719,7 @@ def copied(module: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("module", "engine"), [(Counting, "sequential"), (Ordinary, "vectorized")])
 def test_hooks_see_the_model_the_client_starts_from(module: Any, engine: str) -> None:
-    """Not that of the client before: a hook may keep the server's model as a teacher, say."""
+    """They do not see the previous client's model: a hook may keep the server's model as a teacher, for example."""
     seen = Seen()
     options = {} if engine == "sequential" else {"chunk_size": 1}
     run(engine, module, EVEN, callbacks=[seen], personal=["head.*"], max_rounds=2, **options)
@@ -731,7 +731,7 @@ def test_hooks_see_the_model_the_client_starts_from(module: Any, engine: str) ->
 
 
 def test_hook_changes_to_weights_and_buffers_warn_once() -> None:
-    """A client starts from the server's, so a hook that sets such a value has no effect."""
+    """A client starts from the server's values, so setting them in a hook has no effect."""
 
     def edit(trainer: Any, module: Any, value: float) -> None:
         if value == 5.0:
@@ -761,7 +761,7 @@ def test_teacher_that_follows_the_training_is_rejected(engine: str) -> None:
 
 
 class Still(Teacher):
-    """Has a teacher that its steps leave alone."""
+    """Has a teacher that its steps never change."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return Ordinary.training_step(self, batch, batch_idx)
@@ -791,7 +791,7 @@ class FromTheSecondRound(Teacher):
 
 
 class InLaterBatches(Teacher):
-    """Has a teacher that follows from the third batch on, which the first clients do not have, in place."""
+    """Has a teacher that follows in place from the third batch on, which the first clients do not reach."""
 
     def follow(self) -> None:
         for old, new in zip(self.teacher.parameters(), self.head.parameters(), strict=True):
@@ -808,13 +808,13 @@ class InLaterBatches(Teacher):
     [(FromTheSecondRound, "sequential"), (InLaterBatches, "sequential"), (InLaterBatches, "vectorized")],
 )
 def test_teacher_that_starts_following_later_is_rejected(module: Any, engine: str) -> None:
-    """Its changes would go from one client to the next: 130 % off after four rounds."""
+    """Its changes would leak from one client to the next: an error of 130 % after four rounds."""
     with pytest.raises(FederatedError, match=r"changes the parameter 'teacher\..*as_buffers=\['teacher\.\*'\]"):
         run(engine, module, partial(data, (8, 8, 8, 24)))
 
 
 class Outside(Teacher):
-    """Has a teacher among trained layers, which would have a gradient if the optimizer trained it."""
+    """Has a teacher among trained layers, with ``requires_grad`` set although the optimizer does not train it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Copies of data on an accelerator: where they fit, as long as their originals live and stay as they are."""
+"""Copies of data on an accelerator: kept if they fit, until the originals are freed or change."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def test_device_copy_is_renewed_after_a_write_and_freed_with_original(
 
 
 def test_all_device_copies_together_use_a_share_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    data, originals = DeviceData(torch.device("meta")), [torch.zeros(10) for _ in range(5)]  # of 40 bytes
+    data, originals = DeviceData(torch.device("meta")), [torch.zeros(10) for _ in range(5)]  # 40 bytes each
     memory = 400
 
     def free() -> int:

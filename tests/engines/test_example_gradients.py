@@ -1,4 +1,4 @@
-"""Local steps under record-level privacy: against a loop by hand, the noise, resuming, and what is refused."""
+"""Local steps with record-level privacy: comparison with a hand-written loop, noise, resuming, and rejections."""
 
 import warnings
 from collections.abc import Callable
@@ -62,11 +62,11 @@ def test_run_without_noise_and_clipping_matches_an_ordinary_run(
     assert_close(state_of(plain), state_of(found), rtol=1e-12)
 
 
-# ------------------------------------------------------------------ against a loop by hand
+# ------------------------------------------------------------------ comparison with a hand-written loop
 
 
 def by_hand(privacy: ClientPrivacy, seed: int = 0, rounds: int = 2) -> Tensor:
-    """Return FedAvg's model of all clients after some rounds of one epoch, by loops over examples."""
+    """Return FedAvg's model after rounds of one local epoch of all clients, from loops over examples."""
     torch.manual_seed(3)
     model, source = Ordinary().double(), data()
     params = list(model.parameters())
@@ -108,7 +108,7 @@ def by_hand(privacy: ClientPrivacy, seed: int = 0, rounds: int = 2) -> Tensor:
 @pytest.mark.parametrize(
     "privacy",
     [
-        ClientPrivacy(0.0, 0.3, 1e-3, "shuffle", examples_at_once=3),  # of 4: the last part is one example
+        ClientPrivacy(0.0, 0.3, 1e-3, "shuffle", examples_at_once=3),  # batches of 4: the last part has one example
         ON,
         ClientPrivacy(0.8, 0.3, 1e-3, "shuffle"),
         ClientPrivacy(0.8, 0.3, 1e-3, "poisson", examples_at_once=2),
@@ -124,7 +124,7 @@ def test_clipping_noise_and_samples_match_a_hand_written_loop(privacy: ClientPri
 @pytest.mark.thorough
 def test_noise_has_stated_size_and_differs_per_step_round_and_client() -> None:
     class Flat(Ordinary):
-        """Has a loss without a gradient, so that clients move by noise alone."""
+        """Has a loss with zero gradient, so that only noise moves the clients."""
 
         def __init__(self) -> None:
             super().__init__(lambda p: torch.optim.SGD(p, lr=1.0))
@@ -178,10 +178,10 @@ def test_resumed_run_yields_identical_bits_and_epsilons(at_once: int | None, tmp
     assert torch.equal(parameters(model), parameters(other))
     assert again.fit_loop.client_epsilons == whole.fit_loop.client_epsilons != first.fit_loop.client_epsilons
     done = trainer(client_privacy=privacy, max_rounds=2)
-    done.fit(seeded(), data(), ckpt_path=tmp_path / "a.ckpt")  # has nothing to do
+    done.fit(seeded(), data(), ckpt_path=tmp_path / "a.ckpt")  # no rounds are left
     assert done.fit_loop.client_epsilons == first.fit_loop.client_epsilons
     first.max_rounds = 3
-    first.fit(first.lightning_module, data())  # a second fit goes on
+    first.fit(first.lightning_module, data())  # a second fit continues
     assert first.fit_loop.client_epsilons == whole.fit_loop.client_epsilons
     for change in (None, ClientPrivacy(0.9, 0.3, 1e-3)):
         with pytest.raises(FederatedError, match="client_privacy is ClientPrivacy"):
@@ -189,7 +189,7 @@ def test_resumed_run_yields_identical_bits_and_epsilons(at_once: int | None, tmp
 
 
 class Smaller(FederatedCallback):
-    """Changes the batches in the second round."""
+    """Changes the batch size and the number of batches in the second round."""
 
     def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
         if round == 1:
@@ -215,7 +215,7 @@ def test_client_level_privacy_hides_per_client_epsilons() -> None:
 
 
 class OneByOne(Dataset[Any]):
-    """Examples that are loaded one by one."""
+    """A data set that loads its examples one by one."""
 
     def __init__(self, own: Any) -> None:
         self.own = own
@@ -285,7 +285,7 @@ def test_large_delta_warns() -> None:
         fit(client_privacy=ClientPrivacy(1.0, 1.0, delta=0.1), max_rounds=1)
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ rejections
 
 
 class Normed(Ordinary):
@@ -341,7 +341,7 @@ class Remembers(Ordinary):
 
 
 class RemembersLater(Remembers):
-    """Begins in the second round."""
+    """Remembers losses only from the second round on."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx) if self.current_epoch else Ordinary.training_step(self, batch, 0)
@@ -359,7 +359,7 @@ class Measures(Ordinary):
 
 
 class StartsFromData(Ordinary):
-    """Sets a bias by the first batch, as layers with an initialization by data do."""
+    """Sets a bias from the first batch, as layers with data-dependent initialization do."""
 
     is_set = False
 
@@ -421,7 +421,7 @@ class Later:
 
 
 class MixedByTheData(Dataset):
-    """Mixes the examples that it is asked for together."""
+    """Mixes the examples of one request."""
 
     def __init__(self, rows: Any) -> None:
         self.rows = rows
@@ -523,8 +523,8 @@ def test_batch_changes_per_example_are_accepted(tmp_path: Any) -> None:
         datamodule=data(augment=jitter),
         callbacks=[ClientModels("local", folder=tmp_path)],
     )
-    fit(client_privacy=ON, max_rounds=1, datamodule=data(collate_fn=by_label))  # in another order
-    assert list(tmp_path.glob("**/*.safetensors"))  # clients' models have noise
+    fit(client_privacy=ON, max_rounds=1, datamodule=data(collate_fn=by_label))  # sorts each batch
+    assert list(tmp_path.glob("**/*.safetensors"))  # allowed, since the clients' models include noise
 
 
 def test_examples_loaded_one_by_one_are_separate_without_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -539,7 +539,7 @@ def test_examples_loaded_one_by_one_are_separate_without_a_trial(monkeypatch: py
 @pytest.mark.thorough
 def test_fixed_random_numbers_match_single_example_batches() -> None:
     def single() -> FederatedDataModule:
-        return data(batch_size=1)  # in larger batches every row has numbers of its own
+        return data(batch_size=1)  # larger batches draw different numbers for each row
 
     private = ClientPrivacy(0.0, 1e9, 1e-3, "shuffle", 1)
     plain, found = (run("sequential", Fixed, single, client_privacy=p, **QUICK) for p in (None, private))
@@ -557,7 +557,7 @@ def test_example_without_a_finite_gradient_names_its_client() -> None:
 
 
 class Notes(Ordinary):
-    """Has a ``log_dict`` of its own, which notes values elsewhere than in Lightning's results."""
+    """Overrides ``log_dict`` to note values outside Lightning's results."""
 
     def __init__(self) -> None:
         super().__init__()

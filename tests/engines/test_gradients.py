@@ -1,4 +1,4 @@
-"""Gradients beside the local steps leave nothing behind."""
+"""Gradients outside the local steps have no side effects."""
 
 from collections.abc import Callable
 from functools import partial
@@ -45,7 +45,7 @@ def test_assigned_buffer_counts_only_local_steps(method: str) -> None:
 
 
 class Weighted(Counts):
-    """A loss that depends on a buffer which every step changes."""
+    """Its loss depends on a buffer that every step changes."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx) / self.seen
@@ -70,14 +70,14 @@ class Scaled(Ordinary):
 
 
 class Scales(FederatedCallback):
-    """Gives each client a factor of its loss."""
+    """Sets a loss factor for each client."""
 
     def on_client_start(self, trainer: Any, pl_module: Any, round: int, client_id: Any) -> None:
         pl_module.alpha = 1.0 + client_id
 
 
 class Rates(FederatedCallback):
-    """Gives each client a learning rate."""
+    """Sets a learning rate for each client."""
 
     def on_client_start(self, trainer: Any, pl_module: Any, round: int, client_id: Any) -> None:
         trainer.optimizers[0].param_groups[0]["lr"] = 0.01 * (1 + client_id)

@@ -1,4 +1,4 @@
-"""The options that local steps have, by schedules and by what a step does to them, and none of another client's."""
+"""Optimizer options in local steps, set by schedules or by the steps themselves, never leak to another client."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +18,7 @@ from tests.helpers.training import clients
 
 
 def scheduled(mode: Any, lr: Any = 0.4) -> tuple[LocalSchedule, Optimizer, Any]:
-    """Return a schedule whose rates depend on the rates before."""
+    """Return a schedule whose rates depend on earlier rates."""
     optimizer = SGD([nn.Parameter(torch.ones(1))], lr=lr)
     scheduler = CosineAnnealingLR(optimizer, T_max=7, eta_min=0.01)
     return LocalSchedule(mode, optimizer, [scheduler], stepping(scheduler)), optimizer, scheduler
@@ -50,14 +50,14 @@ def without_rate(scheduler: Any) -> dict[str, Any]:
 def test_steps_in_any_order_match_a_plain_loop_with_identical_bits(rates: list[float]) -> None:
     schedule, optimizer, scheduler = scheduled("total")
     state = without_rate(scheduler)
-    for first in (3, 9, 4, 0, 16):  # a round that is measured again is an earlier one
+    for first in (3, 9, 4, 0, 16):  # a repeated measurement returns to an earlier round
         schedule.begin_round(first)
         assert rate(optimizer) == rates[first]
         schedule.begin(schedule.start_of({}), 3)
         for k in range(3):
             assert rate(optimizer) == rates[first + k]
             schedule.advance()
-        assert rate(optimizer) == rates[first + 2]  # the step after the last may be beyond the schedule's end
+        assert rate(optimizer) == rates[first + 2]  # the next step may be beyond the schedule's end
         assert scheduler.get_last_lr() == [rate(optimizer)]
         schedule.rest()
         assert rate(optimizer) == rates[first]
@@ -69,7 +69,7 @@ def test_steps_in_any_order_match_a_plain_loop_with_identical_bits(rates: list[f
 
 
 class InPlace(LRScheduler):
-    """Its rates follow from a list that it changes in place, also when it is loaded."""
+    """Derives its rates from a list that it changes in place, also when loading."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.past = [0.4]
@@ -113,7 +113,7 @@ def test_checkpoint_has_the_initial_options(rates: list[float]) -> None:
         groups = optimizer.state_dict()["param_groups"]
         schedule.at_start(groups)
         assert float(groups[0]["lr"]) == 0.4
-        assert rate(optimizer) == pytest.approx(rates[4], rel=1e-12)  # the optimizer has its own
+        assert rate(optimizer) == pytest.approx(rates[4], rel=1e-12)  # the optimizer keeps its own rate
 
 
 def test_failed_step_leaves_the_schedule_unchanged(rates: list[float]) -> None:
@@ -172,7 +172,7 @@ def test_every_client_starts_with_the_rates_of_the_round(make: Any) -> None:
 
 
 class CoolsLater(Ordinary):
-    """Lowers its rate from the second round on, which no trial step shows."""
+    """Lowers its rate from the second round on, which the trial step does not show."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.trainer.current_epoch > 0:
@@ -189,7 +189,7 @@ def test_rates_set_in_a_later_step_are_detected_by_vectorized() -> None:
 
 
 class Counts(torch.optim.Optimizer):
-    """Counts its steps in the parameter group, from its first one, and takes shorter ones."""
+    """Adds a count of its steps to the parameter group in its first step, and takes shorter and shorter steps."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -200,7 +200,7 @@ class Counts(torch.optim.Optimizer):
 
 
 class Averages(torch.optim.Optimizer):
-    """Wraps an optimizer and shares its groups; what it keeps is in that one's state, as in timm's Lookahead."""
+    """Wraps an optimizer and shares its groups. Its own values are in the inner state, as in timm's Lookahead."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups, inner.defaults)
@@ -215,7 +215,7 @@ class Averages(torch.optim.Optimizer):
 
 
 class CountsSteps(Counts):
-    """Counts them in an attribute."""
+    """Counts its steps in an attribute, too."""
 
     taken = 0
 
@@ -259,7 +259,7 @@ def test_optimizer_state_carried_across_clients_is_rejected(make: Any, options: 
 
 
 class DecaysOnSchedule(Ordinary):
-    """Raises its weight decay in every step, beside a schedule of the rate by local step."""
+    """Raises its weight decay in every step, and has a schedule of its rate by local step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         for group in self.optimizers().param_groups:
@@ -280,7 +280,7 @@ def test_options_not_set_by_a_schedule_are_restored(mode: str) -> None:
 
 
 class DecaysLater(DecaysOnSchedule):
-    """The same from the client's third step on, which no trial step shows."""
+    """Raises its weight decay from the client's third step on, which the trial step does not show."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx) if batch_idx > 1 else Ordinary.training_step(self, batch, 0)
@@ -325,7 +325,7 @@ class Decays(Ordinary):
 
 
 def test_weight_decay_set_by_a_hook_applies_to_corrected_steps() -> None:
-    first = {"max_rounds": 1, "clients_per_round": 3}  # in which SCAFFOLD's corrections are zero
+    first = {"max_rounds": 1, "clients_per_round": 3}  # SCAFFOLD's corrections are zero in this round
     plain = run("sequential", Decays, alike, algorithm=FedAvg(), **first)
     corrected = run("sequential", Decays, alike, algorithm=Scaffold(), **first)
     torch.testing.assert_close(state_of(corrected)["x"], state_of(plain)["x"], rtol=1e-12, atol=1e-12)

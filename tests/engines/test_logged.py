@@ -1,4 +1,4 @@
-"""What ``self.log`` collects in local steps: the mean of each client, of the round, and of several processes."""
+"""Values that ``self.log`` collects in local steps: the mean of each client, of the round, and of several processes."""
 
 import math
 import warnings
@@ -12,7 +12,7 @@ from tests.helpers.training import Net
 
 
 def logged(results: RoundResults, values: list[tuple[float, int]], name: str = "loss", **options: Any) -> None:
-    """Log values with these batch sizes as one client's."""
+    """Log values with these batch sizes for one client."""
     with results.of_client(Net()):
         for value, size in values:
             results.log("training_step", name, torch.tensor(value), batch_size=size, **options)
@@ -138,7 +138,7 @@ def test_round_hooks_can_sync_values_across_processes() -> None:
     assert results.of_hooks() == {"mean": 11.0, "sum": 11.0, "of_the_first": 1.0, "own": 1.0}
     assert asked == ["mean", "sum"]
     assert given == 1.0
-    logged(results, [(2.0, 1)], sync_dist=True, sync_dist_fn=reduce)  # a client's: they train in one process each
+    logged(results, [(2.0, 1)], sync_dist=True, sync_dist_fn=reduce)  # not reduced: one process trains the client
     assert asked == ["mean", "sum"]
 
 

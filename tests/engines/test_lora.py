@@ -1,4 +1,4 @@
-"""LoRA adapters of peft: whose mean is exact, and which layers are refused."""
+"""LoRA adapters of peft: the exact mean of clients, and rejected layers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -39,12 +39,12 @@ MERGED = "net.base_model.model.{}.{}"
 
 
 def problem(batch_size: int = 64) -> FederatedDataModule:
-    """Return clients whose epoch is one batch, unless told otherwise."""
+    """Return clients whose epoch is one batch by default."""
     return data(SIZES, batch_size=batch_size)
 
 
 class Rounds(FederatedCallback):
-    """Keeps the module's state after every round, and the bytes."""
+    """Keeps the module's state, the bytes and the weights of every round."""
 
     def __init__(self) -> None:
         self.states: list[dict[str, Tensor]] = []
@@ -63,7 +63,7 @@ class Ends(FederatedCallback):
     """Keeps the clients' merged weights."""
 
     def __init__(self) -> None:
-        self.merged: list[tuple[Any, dict[str, Tensor]]] = []  # with the client
+        self.merged: list[tuple[Any, dict[str, Tensor]]] = []  # client ids and weights
 
     def on_client_end(self, trainer: Any, pl_module: Any, client_report: Any) -> None:
         self.merged.append((client_report.client_id, merged_weights(pl_module.state_dict())))
@@ -96,7 +96,7 @@ def test_merged_weights_match_the_mean_of_the_client_weights(
         reference.round(batches, weights, steps=3)
         found = merged_weights(state)
         assert gap(found, reference.mean_merged) < tolerance
-        separate = reference.merged(reference.trained)  # the same by the residual
+        separate = reference.merged(reference.trained)  # the residual gives the same result
         assert gap(found, separate) < tolerance
         for layer in ("one", "two"):
             for x in "AB":
@@ -178,9 +178,9 @@ def test_residual_bytes_match_its_factors_or_the_dense_matrix() -> None:
     sent = 2 * (8 + 7) + 2 * (FEATURES + 8) + 7 * CLASSES + CLASSES
     _, rounds = run(max_rounds=2)
     assert rounds.up == [4 * 8 * sent] * 2
-    dense = 8 * FEATURES + 7 * 8  # three products of rank 2 are larger
+    dense = 8 * FEATURES + 7 * 8  # three products of rank 2 would be larger
     assert rounds.down == [4 * 8 * sent, 4 * 8 * (sent + dense)]
-    # two of the four clients a round: one product of rank 2, and 2 * (8 + 6) < 8 * 6, 2 * (7 + 8) < 7 * 8
+    # With two clients, the residual is one product of rank 2. It is smaller: 2 * (8 + 6) < 8 * 6, 2 * (7 + 8) < 7 * 8.
     turns = {0: ["a", "b"], 1: ["b", "c"], 2: ["b", "d"]}
     named = FederatedDataModule(clients=dict(zip("abcd", clients(SIZES), strict=True)), batch_size=64)
     _, rounds = run(datamodule=named, sampler=lambda seed, round: turns[round])
@@ -188,7 +188,7 @@ def test_residual_bytes_match_its_factors_or_the_dense_matrix() -> None:
     assert rounds.down == [
         2 * 8 * sent,
         2 * 8 * (sent + factors),  # "b" and "c" lack the first residual
-        2 * 8 * sent + 8 * (factors + dense),  # "b" lacks the second one; "d" both, of 4 columns, more than dense
+        2 * 8 * sent + 8 * (factors + dense),  # "b" lacks the second; "d" lacks both: 4 columns, more than dense
     ]
     _, rounds = run(clients_per_round=1)  # a mean of one client has no residual
     assert rounds.down == [8 * sent] * 3
@@ -207,7 +207,7 @@ def test_interrupted_run_yields_identical_bits(algorithm: Any, engine: str, tmp_
     assert all(torch.equal(value, rest.state_dict()[name]) for name, value in whole.state_dict().items())
     assert others.down == rounds.down[2:]
     trainer.fit_loop.epoch_progress.reset()
-    trainer.max_rounds = 3  # and the same trainer goes on
+    trainer.max_rounds = 3  # the same trainer continues
     model = trainer.lightning_module
     trainer.fit(model, problem(4))
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in whole.state_dict().items())

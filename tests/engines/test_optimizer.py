@@ -1,4 +1,4 @@
-"""The optimizer wrapper: one optimizer to the outside, corrections between backward and step inside."""
+"""The optimizer wrapper acts as one optimizer, and applies corrections between backward and step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -51,7 +51,7 @@ def closure(model: nn.Module, optimizer: FederatedOptimizer) -> Callable[[], Ten
 
 
 def grads(model: nn.Module) -> list[Tensor]:
-    """The gradient of the loss above: all ones."""
+    """Return the gradient of the loss above, which is all ones."""
     return [torch.ones_like(p) for p in model.parameters()]
 
 
@@ -93,7 +93,7 @@ BUILDERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Nothing(Algorithm):
-    """Corrects by nothing at all, and needs the path."""
+    """Leaves the gradient unchanged, and needs the path."""
 
     def correct(self, g: Tensor, y: Tensor, step: Step) -> Tensor:
         return g
@@ -133,7 +133,7 @@ def test_coupled_decay_is_part_of_the_gradient_that_a_method_sees() -> None:
         before = optimizer.flat.y.clone()
         optimizer.step(closure(model, optimizer))
         assert all(bool((d.abs() < 1e-15).all()) for d in seen) == coupled
-        if coupled:  # a zero direction then moves nothing; AdamW still decays
+        if coupled:  # a zero direction moves nothing, but AdamW still decays
             assert torch.equal(optimizer.flat.y, before)
         else:
             torch.testing.assert_close(optimizer.flat.y, before * (1 - LR * DECAY))
@@ -228,7 +228,7 @@ def test_advance_solver_moves_no_parameters(name: str) -> None:
     torch.manual_seed(0)
     plain = nn.Linear(3, 2).double()
     alone = BUILDERS[name](plain)
-    for group in alone.param_groups:  # coupled decay is in the gradient already
+    for group in alone.param_groups:  # the gradient already includes coupled decay
         group["weight_decay"] = 0.0
     for scale in (1.0, 2.0):
         plain.weight.grad, plain.bias.grad = (scale * g[:6]).view(2, 3), scale * g[6:]

@@ -1,4 +1,4 @@
-"""Parameters that stay with the client: kept, trained, neither sent nor averaged; and clients' own models."""
+"""Personal parameters, which clients train and keep but never send, and clients' personal models."""
 
 import copy
 import re
@@ -41,7 +41,7 @@ from tests.helpers.selection import covering
 from tests.helpers.training import Net, clients, data, parameters, same, seeded, trainer
 
 SIZES = (13, 8, 21, 5, 16, 9)
-HEAD, BODY = 27, 128  # parameters
+HEAD, BODY = 27, 128  # numbers of parameters
 
 
 def run(model: Any = None, datamodule: Any = None, ckpt_path: Any = None, **options: Any) -> Any:
@@ -96,7 +96,7 @@ def test_engines_agree(way: str) -> None:
 
 
 def measured(**options: Any) -> tuple[Tensor, dict[int, Tensor], dict[Any, Any]]:
-    """Return x, personal parameters and what is measured of own models, in one or in two processes."""
+    """Return x, the personal parameters and the measurements of personal models, in one or two processes."""
     measure = ClientAccuracy()
     val = FederatedDataModule(clients=clients(SIZES), client_val=dict(enumerate(clients(SIZES))), batch_size=4)
     fitted = run(datamodule=val, algorithm=Scaffold(), personal=["head.*"], callbacks=[measure], **options)
@@ -121,7 +121,7 @@ def test_two_processes_match_one(tmp_path: Path) -> None:
 
 
 def split(**options: Any) -> dict[str, tuple[Tensor, Any]]:
-    """Return x and clients' states after rounds of methods with own solves, and of one without."""
+    """Return x and the clients' states for methods with and without their own local solves."""
     methods = (FedPer(["head.*"]), FedRep(["head.*"], 2), Ditto(0.5, batches="own"), APFL(0.4), PFedMe(2.0, 2))
     runs = {repr(method): run(algorithm=method, max_rounds=2, **options).fit_loop.state for method in methods}
     return {name: (state.x, state.clients.state_dict()) for name, state in runs.items()}
@@ -144,7 +144,7 @@ def test_processes_that_split_batches_match_one(tmp_path: Path) -> None:
 
 
 class WithNorm(Net):
-    """The shared classifier with a layer for FedBN, under any local optimizer."""
+    """The shared classifier with a layer for FedBN and any local optimizer."""
 
     build: Any = None
 
@@ -180,12 +180,12 @@ def with_norm(solver: str) -> WithNorm:
 
 
 def kept(way: str, solver: str, where: str, folder: Path, part: str = "whole", **options: Any) -> Any:
-    """Return x and what this process's clients keep after three rounds, or after the first or the last of them."""
+    """Return x and this process's client states after three rounds, two ("first"), or a resumed third ("last")."""
     fitted = run(
         with_norm(solver),
-        data((14, 8, 22, 6, 16, 10)),  # none of whose batches has one example, which BatchNorm refuses
+        data((14, 8, 22, 6, 16, 10)),  # no batch has a single example, which BatchNorm rejects
         max_rounds=2 if part == "first" else 3,
-        clients_per_round=4,  # of six: two or more train before and after the checkpoint
+        clients_per_round=4,  # of six: at least two train before and after the checkpoint
         ckpt_path=folder / f"{way}, {solver}.ckpt" if part == "last" else None,
         local_optimizer_state="keep",
         client_states=where,
@@ -232,7 +232,7 @@ def test_kept_optimizers_match_in_two_processes(ways: list[str], solver: str, wh
             assert found[i].keys() == state.keys()
             for name, value in state.items():
                 close(found[i][name], value)
-        kept(way, solver, where, tmp_path, "last")  # and one process goes on from what two have saved
+        kept(way, solver, where, tmp_path, "last")  # one process resumes from the checkpoint of two
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -250,7 +250,7 @@ def test_single_client_with_kept_optimizer_matches_a_plain_loop(solver: str) -> 
     close(torch.cat([fitted.fit_loop.state.x, personal(fitted)[0]]), parameters(plain))
 
 
-# ---------------------------------------------------------------------- what stays, and what travels
+# ---------------------------------------------------------------------- personal and sent parameters
 
 
 def test_server_holds_only_the_shared_parameters() -> None:
@@ -323,7 +323,7 @@ def test_resume_is_exact(where: str, tmp_path: Path) -> None:
     options |= {"client_states_dir": tmp_path / "states"} if where == "disk" else {}
     half = run(max_rounds=2, **options)
     half.save_checkpoint(tmp_path / "half.ckpt")
-    other = Net(dropout=0.0)  # whose head is not that of x^0
+    other = Net(dropout=0.0)  # its head differs from that of x^0
     rest = run(other, max_rounds=5, ckpt_path=tmp_path / "half.ckpt", **options)
     straight = run(max_rounds=5, **{**options, "client_states": "memory", "client_states_dir": None})
     assert same(rest.fit_loop.state.state_dict(), straight.fit_loop.state.state_dict())
@@ -368,7 +368,7 @@ def test_methods_require_a_list_of_parameter_names(cls: type[FedPer]) -> None:
             cls(names)
 
 
-# ---------------------------------------------------------------------- own models
+# ---------------------------------------------------------------------- personal models
 
 
 @pytest.mark.thorough
@@ -396,7 +396,7 @@ def test_personal_models_are_evaluated_alongside_the_server_model() -> None:
 
 
 class Normalised(pl.LightningModule):
-    """A linear layer behind batch normalisation."""
+    """A linear layer after batch normalization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -416,7 +416,7 @@ class Normalised(pl.LightningModule):
 
 
 def by_hand(model: Normalised, own: list[TensorDataset], rounds: int, steps: int) -> list[Normalised]:
-    """Return every client's model after rounds of full-batch steps in which all but the norm is averaged."""
+    """Return every client's model after rounds of full-batch steps. Rounds average all parameters but the norm's."""
     models = [copy.deepcopy(model) for _ in own]
     for _ in range(rounds):
         for mine, dataset in zip(models, own, strict=True):
@@ -496,7 +496,7 @@ class Wrapper(nn.Module):
 
 
 class Exchanges(Net):
-    """Puts another layer in the place of its head, or the same one in a wrapper."""
+    """Replaces its head by another layer, or wraps it."""
 
     def __init__(self, has_other: bool) -> None:
         super().__init__(dropout=0.0)

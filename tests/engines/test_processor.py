@@ -1,4 +1,4 @@
-"""Local work takes denormal numbers for zero, and nothing else does."""
+"""Local work flushes denormal numbers to zero, and nothing else does."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -49,7 +49,7 @@ def test_setting_is_unchanged_with_several_threads() -> None:
 
 
 class Faint(Net):
-    """A network with a parameter that denormal gradients alone move; it notes where denormal numbers are zero."""
+    """Has a parameter that only denormal gradients move, and records whether denormals are zero outside local work."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -81,7 +81,7 @@ def test_denormals_are_flushed_only_during_local_work(engine: str, monkeypatch: 
     assert model.faint.item() == 0
     assert model.seen == {False}
     assert not takes_for_zero()
-    monkeypatch.setattr(torch, "set_flush_denormal", lambda mode: False)  # as on a processor that cannot
+    monkeypatch.setattr(torch, "set_flush_denormal", lambda mode: False)  # a processor without support
     without = fitted(engine)
     assert without.faint.item() != 0
     assert_close(without.state_dict(), model.state_dict(), rtol=0, atol=1e-38)

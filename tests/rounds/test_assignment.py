@@ -1,4 +1,4 @@
-"""Who trains whom, and what travels for it."""
+"""The assignment of clients to processes, and the states that move for it."""
 
 from collections import Counter
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.helpers.processes import in_processes
 
 
 def dealt(steps: dict[int, int], size: int, keeps_state: bool) -> tuple[dict[int, int], Counter[int]]:
-    """Return ranks by client, and the local steps of each rank."""
+    """Return each client's rank, and the local steps of each rank."""
     cohort = [Participant(i, i, 4, steps=k) for i, k in steps.items()]
     owners = assign(cohort, Ranks(0, size), keeps_state)
     loads: Counter[int] = Counter()
@@ -36,7 +36,7 @@ def test_small_work_is_not_worth_a_move() -> None:
 
 def test_per_client_overhead_counts_as_work() -> None:
     _, loads = dealt({0: 3, 2: 2, 4: 2, 6: 2, 1: 9}, 2, keeps_state=True)
-    assert loads == {0: 7, 1: 11}  # one is moved, though there are as many steps here as there
+    assert loads == {0: 7, 1: 11}  # one client moves, although both ranks have nine steps
 
 
 def test_small_work_on_a_large_model_is_worth_a_move() -> None:
@@ -79,7 +79,7 @@ def test_moves_never_increase_the_maximum_load(steps: dict[int, int], size: int)
 def moved_one_by_one(
     homes: dict[int, int], work: dict[int, int], size: int, most_moves: int, a_move: int, a_trip: int
 ) -> dict[int, int]:
-    """Return the owners if every move is the best of all, that of the lowest index where several are."""
+    """Return the owners after greedy moves: each move is the best one, with the lowest index among ties."""
     loads = [sum(work[i] for i, home in homes.items() if home == rank) for rank in range(size)]
     owners, at_home = dict(homes), max(loads)
     for _ in range(most_moves):
@@ -110,7 +110,7 @@ def test_moves_match_one_by_one_balancing(
 
 
 class Counted(dict[int, int]):
-    """Counts how often it is asked."""
+    """Counts its lookups."""
 
     asked = 0
 

@@ -1,4 +1,4 @@
-"""A data module may bring its own half of the rounds: whatever answers for its clients."""
+"""A data module may replace the clients' half of a round."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,7 +56,7 @@ class Oracle(ClientHalf):
 
 
 class Elsewhere(FederatedDataModule):
-    """Clients that an oracle answers for; their data is never looked at."""
+    """Clients that an oracle answers for, without reading their data."""
 
     def connect_clients(self) -> Oracle:
         self.half = Oracle(self.trainer)
@@ -80,7 +80,7 @@ def test_remote_clients_replace_the_engine() -> None:
 
 
 class AsksForAGradient(FederatedCallback):
-    """Looks at what an engine is at."""
+    """Reads the engine's local steps."""
 
     def on_round_end(self, trainer: Any, pl_module: Any, round_report: RoundReport) -> None:
         trainer.fit_loop.local_steps  # noqa: B018

@@ -1,4 +1,4 @@
-"""The clients' half of a round, asked by hand: answers are functions of the task and the client."""
+"""The clients' half of a round, called directly: a reply depends only on the task and the client."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ Answers = list[Reply]
 
 
 def copied(reply: Reply) -> Reply:
-    """Return a reply whose tensors stay as they are."""
+    """Return a reply with cloned tensors."""
 
     def copy(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -35,7 +35,7 @@ def copied(reply: Reply) -> Reply:
 
 
 class Asked(FederatedCallback):
-    """Asks clients before a round of the trainer's own."""
+    """Asks clients before the trainer's own round."""
 
     def __init__(self, ask: Callable[["Asked"], Any]) -> None:
         self.ask = ask
@@ -63,7 +63,7 @@ class Asked(FederatedCallback):
 
 
 def asked(ask: Callable[[Asked], Any], algorithm: Algorithm | None = None, engine: str = "sequential") -> Any:
-    """Return what a function comes to that asks the clients of a trainer."""
+    """Return the result of a function that asks the clients of a trainer."""
     who = Asked(ask)
     options = {"max_rounds": 1, "limit_val_batches": 0, "callbacks": who}
     run(engine, Ordinary, full_batches, algorithm=algorithm or FedAvg(), **options)

@@ -1,4 +1,4 @@
-"""Who takes part in a round: drawn by seed and round, cut to what clients complete, and checked for the method."""
+"""The cohort of a round: drawn by seed and round, cut to the work that clients complete, and checked for the method."""
 
 from collections.abc import Mapping, Sequence
 from inspect import signature
@@ -75,7 +75,7 @@ def test_sampler_losses_are_measured_once_for_both_cohorts() -> None:
 
     one = sampling(FedDane(0.1), sampler=PowerOfChoiceSampler(2, 5), clients_per_round=None)
     cohort = one.draw(0, everybody, losses_of)
-    assert asked == [*IDS, "eve"]  # who has not answered is asked again
+    assert asked == [*IDS, "eve"]  # a client without an answer is asked again
     assert list(cohort.measured) == IDS[:4]
     assert names(cohort.members) == names(cohort.gradient_members) == ["cy", "dee"]
 

@@ -1,4 +1,4 @@
-"""Which of the clients that were trained together has failed."""
+"""The client that failed among clients trained together."""
 
 import logging
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ PLANS = [WorkPlan(Participant(f"c{i}", i, 5, 1, 2), None, (2,)) for i in range(4
 
 
 class Engine:
-    """Trains clients by noting them; counts what is taken back.
+    """Records the clients that it trains, and counts calls of undo.
 
     Args:
         bad: The stored indices of clients that fail.

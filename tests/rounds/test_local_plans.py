@@ -1,4 +1,4 @@
-"""BatchNorm in training mode and a batch of one example: told before any client works, and only where it would fail."""
+"""BatchNorm in training mode and batches of one example: rejected before any client works, if they would fail."""
 
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from tests.helpers.training import FEATURES, Net, classification, data, fit, par
 
 
 class Normed(Net):
-    """Has a layer that normalises by the batch, and keeps what only a step would change."""
+    """Has a layer that normalizes over the batch, and an attribute that only a step changes."""
 
     def __init__(self, layer: Any = nn.BatchNorm1d, **options: Any) -> None:
         super().__init__(dropout=0.0)
@@ -51,7 +51,7 @@ def refused(model: Any, sizes: Any = NINE, match: str = "", datamodule: Any = No
     with pytest.raises(FederatedError, match=match) as caught:
         fit(model, data(sizes) if datamodule is None else datamodule, clients_per_round=1, **options)
     assert not isinstance(caught.value, ClientError)
-    assert model.seen == []  # the trial leaves nothing behind
+    assert model.seen == []  # the trial has no side effects
     assert torch.equal(parameters(model), before)
     for layer in model.modules():
         if isinstance(layer, nn.BatchNorm1d) and layer.track_running_stats:
@@ -70,7 +70,7 @@ def test_single_example_last_batch_is_rejected_before_training(engine: Any) -> N
 
 
 class Watching(pl.Callback):
-    """Looks at batches when they are done, as progress bars and monitors do."""
+    """Observes finished batches, as progress bars and monitors do."""
 
     def on_train_batch_end(self, *_: Any) -> None:
         """Do nothing."""
@@ -101,7 +101,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 
 class OnDemand(FederatedDataModule):
-    """Builds clients when they are asked for, and tells no size before."""
+    """Builds clients on demand, and reports no sizes in advance."""
 
     def __init__(self, loader: bool = False) -> None:
         super().__init__(batch_size=4)

@@ -26,7 +26,7 @@ INPUTS: Any = SimpleNamespace(round=4)
 
 
 class Engine:
-    """Has gradients of clients, and counts how often each is taken."""
+    """Returns gradients of clients, and records the clients."""
 
     def __init__(self, algorithm: Algorithm) -> None:
         self.algorithm, self.flat = algorithm, SimpleNamespace(y=torch.zeros(2))
@@ -100,7 +100,7 @@ def test_client_without_a_finite_gradient_is_named() -> None:
 
 
 class Batches:
-    """Stands for a client's data of so many batches."""
+    """A stand-in for a client's data, with this number of batches."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -188,11 +188,11 @@ def test_first_gradients_are_computed_once_and_kept_without_steps(engine: Any) -
     own = [state.client_state(index)["c_i"] for index in range(6)]
     assert own[1].norm() > 0
     torch.testing.assert_close(state.state["c"], torch.stack(own).mean(0), rtol=1e-12, atol=1e-15)
-    assert taken == [54, 0, 0]  # the examples of the first cohort, client 1 among them
+    assert taken == [54, 0, 0]  # the examples of the first cohort, including client 1
 
 
 class States:
-    """Notes what clients keep, and has residuals of one message left."""
+    """Records the clients' new states, and has a residual for one client's message."""
 
     def __init__(self) -> None:
         self.kept: dict[int, dict[str, Tensor]] = {}
@@ -216,7 +216,7 @@ def outgoing(compression: Any = None, kept_buffers: Sequence[str] = ()) -> Outgo
 
 
 def chunk(steps: Sequence[int] = (2, 2, 2), **options: Any) -> ChunkResult:
-    """Return a result of clients with the stored indices 20, 10 and 30, which were asked for as 10, 20, 30."""
+    """Return a result of clients with stored indices 20, 10 and 30, requested in the order 10, 20, 30."""
     members = [Participant(f"c{i}", i, 5, 1, 2) for i in (20, 10, 30)]
     reports = [ClientReport(m.client_id, 5, n, 0.5, {}, 1.0, 0.0) for m, n in zip(members, steps, strict=True)]
     y = torch.arange(12.0).view(3, 4)
@@ -289,7 +289,7 @@ def test_client_without_a_step_sends_no_compressed_message() -> None:
     assert 20 not in states.kept
 
 
-# ------------------------------------------------------------------ hooks that draw
+# ------------------------------------------------------------------ hooks that draw random numbers
 
 
 class Draws(FederatedCallback):
@@ -306,7 +306,7 @@ class Draws(FederatedCallback):
 
 
 def drawn(clients: Sequence[int], dropout: float = 0.0, **options: Any) -> dict[tuple[str, int, Any], float]:
-    """Return what hooks of these clients draw."""
+    """Return the random numbers that hooks of these clients draw."""
     seen, engine = Draws(), options.pop("engine", "sequential")
     run(
         engine,

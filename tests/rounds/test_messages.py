@@ -1,4 +1,4 @@
-"""The order in which replies of clients are summed, whoever answers first."""
+"""Clients' replies are summed in a fixed order, independent of their arrival."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def test_reply_waits_for_earlier_clients_and_is_copied_meanwhile() -> None:
     order, send = ReplyOrder(ASKED), torch.ones(1, 3)
     waiting = reply(9, send={"delta": send, "again": send}, models=send, changes=send + 1, buffers=[{"b": send}])
     assert order.arrive(waiting) == []
-    send.zero_()  # the engine goes on with its memory
+    send.zero_()  # the engine reuses its memory
     first = reply(7, send={"delta": send})
     (found,) = order.arrive(first)
     assert found is first, "nothing is copied where replies come in order"

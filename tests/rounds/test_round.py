@@ -1,4 +1,4 @@
-"""A round as its steps: drawn, run, begun again without clients that others depend on, and left."""
+"""The stages of a round: drawn, run, restarted without a failed client that others depend on, and left."""
 
 from collections import Counter
 from typing import Any
@@ -13,7 +13,7 @@ from tests.helpers.training import clients
 
 
 class Hooks(Record):
-    """Counts hooks, and looks at the round in them."""
+    """Counts hooks, and records whether a round is current in them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Hooks(Record):
 
 
 def with_invalid(bad: int | None) -> FederatedDataModule:
-    """Return clients of which one may have data that nothing can be learned from."""
+    """Return clients. The client ``bad``, if any, has invalid data."""
     parts = clients((8, 12, 8, 4))
     if bad is not None:
         parts[bad].tensors[0][0] = float("nan")

@@ -1,4 +1,4 @@
-"""The server's half of a round, driven by replies made by hand: no module, no data, no trainer."""
+"""The server's half of a round, driven by hand-written replies: no module, no data, no trainer."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -29,7 +29,7 @@ from tests.helpers.counting import Counted
 IDS = ["ann", "bob", "cy", "dee", "eve"]
 SIZES = dict(zip(IDS, (13, 8, 21, 5, 16), strict=True))
 COHORT = (3, 0, 4, 1)  # stored indices, in the order in which they were drawn
-SIZE = 40  # numbers of a vector
+SIZE = 40  # length of a vector
 
 
 DEFAULTS = {name: one.default for name, one in signature(FederatedTrainer).parameters.items()}
@@ -44,7 +44,7 @@ def vectors(seed: int, count: int = 1) -> Tensor:
 
 
 class Half:
-    """A server's half, and what it is asked to make of replies.
+    """The server's half of a round, with methods that make and pass replies.
 
     Args:
         algorithm: The method.
@@ -67,19 +67,19 @@ class Half:
         self.begin()
 
     def begin(self) -> None:
-        """Begin the round, or begin it again without the clients that have failed."""
+        """Begin the round, or restart it without the failed clients."""
         self.round = ServerRound(self.server, self.settings, self.population, self.cohort, self.faults)
         self.phases = self.round.phases()
         self.task = next(self.phases)
 
     def next(self) -> Task:
-        """Close the phase, and go on to the next one."""
+        """Close the phase, and start the next one."""
         assert self.round.close_phase()
         self.task = next(self.phases)
         return self.task
 
     def reply(self, *clients: int, **parts: Any) -> Reply:
-        """Return the reply of some clients to the task at hand."""
+        """Return some clients' reply to the current task."""
         task, values = self.task, torch.cat([vectors(i) for i in clients])
         known: dict[str, Any] = {"clients": clients}
         if task.phase == GRADIENTS:
@@ -98,7 +98,7 @@ class Half:
         return Reply(task.round, task.phase, **{**known, **parts})
 
     def receive(self, *clients: int, **parts: Any) -> list[Any]:
-        """Take in the reply of some clients."""
+        """Pass the reply of some clients to the round."""
         return self.round.receive(self.reply(*clients, **parts))
 
     def close(self) -> RoundReport:
@@ -117,7 +117,7 @@ def test_population_loss_is_the_mean_over_its_examples() -> None:
 
 
 def ended(half: Half, orders: Mapping[str, Iterable[int]]) -> tuple[Tensor, Any, RoundReport]:
-    """Let clients answer in these orders, by phase, and return what the server then is."""
+    """Let clients reply in these orders, by phase, and return the server's x and state, and the report."""
     while True:
         for i in orders.get(half.task.phase, half.task.clients):
             half.receive(i)
@@ -210,7 +210,7 @@ def test_waiting_reply_is_a_copy() -> None:
     early = half.reply(1)
     assert half.round.receive(early) == []
     for tensor in (*early.send.values(), early.models, early.changes):
-        tensor.fill_(1e9)  # as an engine does whose memory is used again
+        tensor.fill_(1e9)  # an engine may reuse its memory
     assert [half.receive(i) for i in (3, 0)] == [["dee"], ["ann"]]
     assert half.receive(4) == ["eve", "bob"]
     half.close()
@@ -276,7 +276,7 @@ def test_missing_client_is_named_and_stops_the_run() -> None:
 @pytest.mark.parametrize("aggregator", [None, CoordinateMedian()], ids=repr)
 def test_missing_client_is_dropped_with_on_client_error_drop(aggregator: Any) -> None:
     half = Half(on_client_error="drop", aggregator=aggregator)
-    for i in (1, 4, 0):  # all of them wait for the one that does not come
+    for i in (1, 4, 0):  # all of them wait for the missing one
         assert half.receive(i) == []
     report = half.close()
     x, _, without = ended(Half(cohort=(0, 4, 1), aggregator=aggregator), {})

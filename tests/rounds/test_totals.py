@@ -1,4 +1,4 @@
-"""The sums of a round: drift, bytes that travel, gradients computed, and the reports of clients."""
+"""The sums of a round: drift, bytes sent, gradients computed, and the reports of clients."""
 
 import json
 from dataclasses import replace
@@ -67,7 +67,7 @@ class Drifts(FederatedCallback):
 
 
 def directions(ratio: float) -> Tensor:
-    """Return each client's change [S, P]: a common one, and one of its own that is smaller by the ratio."""
+    """Return each client's change [S, P]: a common part, plus its own part scaled by the ratio."""
     stream = torch.Generator().manual_seed(7)
     return torch.randn(P, generator=stream) + ratio * torch.randn(len(SIZES), P, generator=stream)
 
@@ -142,7 +142,7 @@ def test_vector_read_by_corrections_is_sent_with_x(method: Algorithm, vectors: i
 
 
 class WithBuffers(Net):
-    """Has a buffer that stays, in float64, and one that clients change where they are told to."""
+    """Has a constant buffer in float64, and one that clients change if ``moves`` is set."""
 
     def __init__(self, moves: bool) -> None:
         super().__init__(dropout=0.0)
@@ -188,7 +188,7 @@ def test_changed_buffers_are_sent_from_then_on_and_after_a_resume(tmp_path: Path
 
 
 class WritesBytes(Bytes):
-    """Lets other processes' bytes be read once a run is over."""
+    """Writes a process's bytes to a file at the end of a run, so that another process can read them."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ def test_several_processes_count_the_same_buffer_bytes(moves: bool, tmp_path: Pa
         assert rounds == ([[36, 0], [36, 36]] if moves else [[0, 0], [0, 0]])
 
 
-# ------------------------------------------------------------------ messages that follow from others
+# ------------------------------------------------------------------ messages derived from others
 
 
 METHODS = [Scaffold(), FedCM(alpha=0.3), FedCM(alpha=0.3, eta_g=0.5, eta_g_mode="paper")]
@@ -219,7 +219,7 @@ Outcome = tuple[list[torch.Tensor], list[int]]
 
 
 class Fast(Ordinary):
-    """Two parameter groups with rates of their own."""
+    """Has two parameter groups with different rates."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         first, *rest = self.parameters()
@@ -275,7 +275,7 @@ def test_plain_sgd_sends_one_vector_and_one_number(algorithm: Algorithm, engine:
 
 
 def test_compressed_messages_are_all_sent() -> None:
-    """The control variate that the server follows would otherwise miss what compression leaves out."""
+    """Otherwise, the server's control variate would miss the values that compression drops."""
     (x, *_), sent = outcome("sequential", Scaffold(), compression=TopK(1.0), clients_per_round=3)
     assert min(sent) > 3 * 2 * x.numel() * x.element_size()
 
@@ -284,7 +284,7 @@ def test_compressed_messages_are_all_sent() -> None:
 
 
 class Counting(Net):
-    """Count the examples whose gradient is taken."""
+    """Counts the examples whose gradient is computed."""
 
     examples = 0
 
@@ -294,7 +294,7 @@ class Counting(Net):
 
 
 class Gradients(FederatedCallback):
-    """Add up what the rounds report."""
+    """Adds up the gradients that the rounds report."""
 
     total = 0
 

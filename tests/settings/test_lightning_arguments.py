@@ -1,4 +1,4 @@
-"""Every argument of Lightning's Trainer, with a value of every type that it accepts: taken, or refused by name."""
+"""Every argument of Lightning's Trainer, with a value of every accepted type: supported, or rejected by name."""
 
 from collections import UserDict, UserList
 from datetime import timedelta
@@ -71,7 +71,7 @@ TAKEN: dict[str, tuple[Any, ...]] = {
     "enable_autolog_hparams": SWITCH,
     "model_registry": (None, "name"),
 }
-"""By argument, values that a run on one CPU takes; a function makes a value that serves one trainer only."""
+"""Values that a run on one CPU accepts, by argument. A function makes a value that only one trainer can use."""
 
 REFUSED: dict[str, tuple[tuple[Any, str], ...]] = {
     "accelerator": (("hpu", "invalid accelerator name"),),
@@ -83,7 +83,7 @@ REFUSED: dict[str, tuple[tuple[Any, str], ...]] = {
     "gradient_clip_algorithm": (("max", "gradient_clip_algorithm"),),
     "profiler": (("xla", "torch_xla"),),
 }
-"""By argument, values that a run on one CPU refuses, and what the error names."""
+"""Values that a run on one CPU rejects, by argument, and a part of the error."""
 
 REFUSALS = (FederatedError, MisconfigurationException, ModuleNotFoundError)
 HINTS = get_type_hints(pl.Trainer.__init__)
@@ -112,7 +112,7 @@ def kinds(hint: Any) -> list[Any]:
 
 
 def is_of(value: Any, kind: Any) -> bool:
-    """Whether a value is an example of a part of an annotation."""
+    """Return whether a value is an example of a part of an annotation."""
     kind = get_origin(kind) or kind
     if not isinstance(kind, type):  # a literal
         return type(value) is type(kind) and value == kind
@@ -120,7 +120,7 @@ def is_of(value: Any, kind: Any) -> bool:
 
 
 class ListOfHydra(UserList[Any]):
-    """A sequence that is no list, such as Hydra's ``ListConfig``."""
+    """A sequence that is not a list, such as Hydra's ``ListConfig``."""
 
     def __repr__(self) -> str:
         return repr(self.data)
@@ -244,13 +244,13 @@ def test_environment_variables_are_command_line_defaults(
     config = printed("--config", "empty.yaml")
     assert [config[name] for name in ("max_rounds", "logger", "local_epochs")] == [3, False, 7]
     assert config["algorithm"]["class_path"] == "lightning_fed.algorithms.FedProx"
-    config = printed("--config", QUICKSTART)  # a configuration goes before the environment
+    config = printed("--config", QUICKSTART)  # a configuration takes precedence over the environment
     assert [config[name] for name in ("max_rounds", "logger", "local_epochs")] == [50, False, 2]
 
 
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
 def test_stage_inside_a_fit_hook_is_rejected(stage: str) -> None:
-    """Lightning would reset the trainer under the fit, which then ended early or in an error about something else."""
+    """Lightning would reset the trainer during the fit, which would end early or raise an unrelated error."""
     begin = LambdaCallback(on_train_end=lambda t, module: getattr(t, stage)(module, t.datamodule))
     run = FederatedTrainer(**QUIET, max_rounds=1, local_epochs=1, callbacks=begin)
     with pytest.raises(FederatedError, match=rf"FederatedTrainer.{stage} was called while this trainer runs fit"):

@@ -1,6 +1,6 @@
-"""Methods that cannot be right are refused before they run, by the name of what is wrong.
+"""Invalid methods are rejected before they run, with an error that names the fault.
 
-What their hooks return, and that they leave their inputs alone, is seen in a rehearsal.
+A rehearsal checks that their hooks return valid values and do not change their inputs.
 """
 
 import warnings

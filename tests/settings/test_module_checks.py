@@ -1,4 +1,4 @@
-"""Modules, optimizers and data that rounds cannot take."""
+"""Modules, optimizers and data that rounds do not support."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +32,7 @@ from tests.helpers.training import clients
 
 
 def fit_of(module: Any, datamodule: Any = None, **more: Any) -> Any:
-    """Return what a check sees of a trainer."""
+    """Return a stand-in for the parts of a trainer that checks read."""
     data = FederatedDataModule(clients=clients((8,))) if datamodule is None else datamodule
     none = dict.fromkeys(("client_privacy", "local_schedule", "sampler", "engine"))
     loop = SimpleNamespace(settings=SimpleNamespace(algorithm=FedAvg(), **none), corrected_clip=None)
@@ -40,7 +40,7 @@ def fit_of(module: Any, datamodule: Any = None, **more: Any) -> Any:
 
 
 class Net(pl.LightningModule):
-    """A module that rounds can take."""
+    """A module that rounds support."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ def test_custom_clipping_is_rejected_if_it_misses_the_gradient() -> None:
 
 
 class InOneMemory(training.Net):
-    """Has a tensor in the memory of the head's weight, or beside it."""
+    """Has tensors that share memory with each other or with the head's weight, or lie side by side."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ class InOneMemory(training.Net):
     ],
 )
 def test_tensors_sharing_trained_parameter_memory_are_rejected(kind: str, names: tuple[str, str] | None) -> None:
-    """An optimizer alone would move both: the run's vector would part them."""
+    """A plain optimizer moves both, but the run's vector would separate them."""
     model = InOneMemory(kind)
     names_of_trained = ("first", "second", "head.weight", "head.weight_orig")
     trained = {name: p for name, p in model.named_parameters() if name in names_of_trained}

@@ -1,4 +1,4 @@
-"""Settings, strategies and callbacks of a trainer that rounds cannot take."""
+"""Settings, strategies and callbacks of a trainer that rounds do not support."""
 
 import warnings
 from pathlib import Path
@@ -68,7 +68,7 @@ def test_local_options_are_rejected_for_methods_without_local_work() -> None:
 
 
 class MyWeights(pl.callbacks.StochasticWeightAveraging):
-    """A subclass is refused as its base is."""
+    """A subclass, rejected like its base class."""
 
 
 def test_settings_and_callbacks_unsupported_in_rounds_are_rejected() -> None:
@@ -112,7 +112,7 @@ def test_callbacks_that_would_log_nothing_warn(tmp_path: Path) -> None:
 
 
 class After10(PersonalizedAccuracy):
-    """Writes under a name of its own."""
+    """Writes under its own name."""
 
     tag = "after_10"
 

@@ -1,4 +1,4 @@
-"""Wrong addresses between machines are named on all of them, and nobody waits."""
+"""Wrong addresses between machines are named on all of them, and no process waits."""
 
 import os
 import socket
@@ -16,7 +16,7 @@ from tests.helpers.hosts import Host, two_hosts
 from tests.helpers.processes import HANGS, in_processes
 from tests.helpers.training import data, seeded, trainer
 
-NOWHERE = "192.0.2.1"  # of documentation, nobody's
+NOWHERE = "192.0.2.1"  # reserved for documentation
 
 
 def errors(prepare: Callable[[int], None], folder: Path, count: int = 3) -> list[str]:
@@ -28,14 +28,14 @@ def errors(prepare: Callable[[int], None], folder: Path, count: int = 3) -> list
         store, *_ = next(rendezvous("env://", rank, count, timeout=timedelta(seconds=HANGS)))
         check_addresses(store, rank, count, limit=0.5)
         store.set(f"left/{rank}", "")
-        if rank == 0:  # whose end may end the store
+        if rank == 0:  # the store may end with this process
             store.wait([f"left/{other}" for other in range(count)], timedelta(seconds=HANGS))
 
     return [outcome.error for outcome in in_processes(run, folder, count)]
 
 
 def on_machine(name: str) -> None:
-    """Let this process take itself to be on a machine whose name nobody knows."""
+    """Make this process appear to run on a machine whose name does not resolve."""
     peers.socket.gethostname = lambda: name  # type: ignore[assignment]
     real = socket.getaddrinfo
 

@@ -1,4 +1,4 @@
-"""Clients shared among processes of several machines: the bits of one machine, and who is missed when one is gone."""
+"""Clients shared by processes on several machines: same bits as on one machine, and lost processes are named."""
 
 import os
 import re
@@ -27,7 +27,7 @@ from tests.helpers.training import FEATURES, classification, data, same
 
 
 class Wide(Ordinary):
-    """Has more parameters than everybody sends to everybody."""
+    """Has too many parameters for each process to send its whole vector to all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Kills(FederatedCallback):
 
 
 class PullsThePlug(FederatedCallback):
-    """Cuts off the host of a process in the third round."""
+    """Disconnects the host of a process in the third round."""
 
     def __init__(self, host: Host, rank: int) -> None:
         self.host, self.rank = host, rank
@@ -68,7 +68,7 @@ RUNS: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def of_all(count: int, share_memory: bool, num_nodes: int = 1, names: Sequence[str] = tuple(RUNS)) -> dict[str, Any]:
-    """Return what each run comes to in processes that share memory, or do not."""
+    """Return the result of each run, in processes with or without shared memory."""
     found = {}
     for name, run in ((name, RUNS[name]) for name in names):
         strategy = ClientsStrategy(share_memory=share_memory)
@@ -156,7 +156,7 @@ class Barrier(FederatedCallback):
     ),
 )
 def test_collective_calls_during_per_process_work_are_rejected(step: str, call: str, does: str, tmp_path: Path) -> None:
-    batches = partial(data, val=classification(12, 7), eval_batch_size=4)  # three for two processes
+    batches = partial(data, val=classification(12, 7), eval_batch_size=4)  # three batches for two processes
 
     def work() -> Any:
         callbacks = [Barrier()] if step == "client" else []

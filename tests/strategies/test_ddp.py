@@ -1,4 +1,4 @@
-"""Lightning's DDP splits batches within a client; which strategies cannot work; how processes leave their group."""
+"""Splitting batches within a client with Lightning's DDP, rejected strategies, and leaving the process group."""
 
 import atexit
 import ctypes
@@ -70,7 +70,7 @@ def test_batch_norm_in_evaluation_mode_is_accepted() -> None:
 
 @pytest.mark.thorough
 def test_ddp_with_one_process_matches_a_plain_run(tmp_path: Path) -> None:
-    # apart from this one, whose process group those that other tests fork would take for theirs
+    # in another process: processes forked by other tests would take this process's group for theirs
     (outcome,) = in_processes(lambda: fit(strategy="ddp", devices=1), tmp_path, count=1)
     assert torch.equal(outcome.value, fit())
 
@@ -94,26 +94,26 @@ Run = Callable[[str, list[str], Path], None]
 
 
 def in_a_new_python(script: str, arguments: list[str], folder: Path) -> None:
-    """Run a script, and keep what it shows."""
+    """Run a script, and save its output."""
     with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
         command = [sys.executable, "-c", script, *arguments]
         subprocess.run(command, stdout=out, stderr=err, timeout=HANGS, check=False)
 
 
 def in_a_forked_python(script: str, arguments: list[str], folder: Path) -> None:
-    """Do the same in a copy of this process, which imports nothing anew, and ends as any Python does."""
+    """Do the same in a fork of this process, which skips the imports and ends like any Python process."""
 
     def run() -> None:
-        atexit._clear()  # what the process of the tests does at its end
-        for name in ("last_type", "last_value", "last_traceback", "last_exc"):  # of a test that failed
+        atexit._clear()  # drops the exit handlers of the test process
+        for name in ("last_type", "last_value", "last_traceback", "last_exc"):  # left by a failed test
             vars(sys).pop(name, None)
         os.dup2(out.fileno(), 1)
         os.dup2(err.fileno(), 2)
         sys.stdout, sys.stderr = out, err
         sys.argv = ["-c", *arguments]
-        gc.freeze()  # or an exit would look through all that the tests have made
-        ctypes.pythonapi.PyRun_SimpleString(script.encode())  # an error is shown and noted as the interpreter does it
-        atexit._run_exitfuncs()  # as Python does when it ends, without the time that it takes to free everything
+        gc.freeze()  # keeps the exit from scanning all objects of the tests
+        ctypes.pythonapi.PyRun_SimpleString(script.encode())  # shows and records an error as the interpreter does
+        atexit._run_exitfuncs()  # as at Python's exit, without the time to free all memory
         out.flush()
         os._exit(0)
 
@@ -129,7 +129,7 @@ def in_a_forked_python(script: str, arguments: list[str], folder: Path) -> None:
     ("end", "arguments", "after"),
     [
         ("", [], "parted"),
-        pytest.param("raise SystemExit(2)", [], "parted", marks=pytest.mark.thorough),  # as at the end
+        pytest.param("raise SystemExit(2)", [], "parted", marks=pytest.mark.thorough),  # same as a normal end
         ("1 / 0", [], "in a group"),
         ("", ["own"], "in a group"),
     ],

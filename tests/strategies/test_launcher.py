@@ -1,4 +1,4 @@
-"""Processes that are started from within Python, and what the parent knows of them afterwards."""
+"""Processes started from within Python, and the results that the parent gets."""
 
 import copy
 import multiprocessing
@@ -26,14 +26,14 @@ TWO: dict[str, Any] = {"accelerator": "cpu", "devices": 2}
 
 
 class TooManyWordsError(Exception):
-    """An exception that pickle cannot make again."""
+    """An exception that pickle cannot restore."""
 
     def __init__(self, one: str, other: str) -> None:
         super().__init__(f"{one} {other}")
 
 
 class Ends(FederatedCallback):
-    """Ends the fit in one of the processes, or in all."""
+    """Ends the fit in one process, or in all."""
 
     def __init__(self, error: Exception, rank: int | None = None) -> None:
         self.error, self.rank = error, rank
@@ -44,7 +44,7 @@ class Ends(FederatedCallback):
 
 
 class Threads(FederatedCallback):
-    """Writes down on how many threads a process computes."""
+    """Writes the number of threads of each process to a file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -54,7 +54,7 @@ class Threads(FederatedCallback):
 
 
 class DiesAtItsBar(FederatedCallback):
-    """Kills the first process while it holds the lock of progress bars, as it does when it draws one."""
+    """Kills the first process while it holds the lock of progress bars, as it does to draw one."""
 
     def on_round_start(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         if trainer.global_rank == 0:
@@ -107,13 +107,13 @@ def test_original_error_precedes_errors_it_caused_elsewhere() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the forked processes write a checkpoint, and on how many threads they compute."""
+    """Return the folder of the forked processes' checkpoint and numbers of threads."""
     return tmp_path_factory.mktemp("forked")
 
 
 @pytest.fixture(scope="module")
 def forked(folder: Path) -> Any:
-    """A trainer whose processes have trained for two rounds; the parent has three threads."""
+    """Return a trainer whose processes have trained for two rounds, with three threads in the parent."""
     callbacks = [ModelCheckpoint(folder, "last"), Threads(folder)]
     run = trainer(
         **TWO,
@@ -127,7 +127,7 @@ def forked(folder: Path) -> Any:
     torch.set_num_threads(3)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("OMP_NUM_THREADS", "3")  # or Lightning gives each process its share of the cores
+            patch.setenv("OMP_NUM_THREADS", "3")  # otherwise Lightning gives each process its share of the cores
             run.fit(seeded(), data())
     finally:
         torch.set_num_threads(before)
@@ -184,7 +184,7 @@ def assert_knows_the_round(forked: Any, tmp_path: Path) -> None:
 
 def test_fork_killed_at_its_progress_bar_does_not_lock_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     lock = TqdmDefaultWriteLock()
-    monkeypatch.setattr(Tqdm, "_lock", lock, raising=False)  # as outside the tests, which give forks their own
+    monkeypatch.setattr(Tqdm, "_lock", lock, raising=False)  # as outside the tests, which give each fork its own lock
     with pytest.raises(ProcessExitedException, match="SIGKILL"):
         trainer(strategy="clients_fork", callbacks=DiesAtItsBar(), **TWO).fit(seeded(), data())
     assert all(each.acquire(timeout=5) for each in lock.locks)

@@ -1,4 +1,4 @@
-"""Who is named when an exchange between processes fails."""
+"""Failed exchanges between processes name the process at fault."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from tests.helpers.processes import Outcome, in_processes, wait_until
 
 
 def met(work: Callable[[Peers, int], Any], folder: Path, count: int = 3, limit: float = 5.0) -> list[Outcome]:
-    """Run a function in several processes that have met."""
+    """Run a function in several connected processes."""
 
     def run() -> Any:
         rank = int(os.environ["RANK"])
@@ -89,7 +89,7 @@ def test_unreachable_process_warns_at_startup(tmp_path: Path) -> None:
         rank = int(os.environ["RANK"])
         dist.init_process_group("gloo", rank=rank, world_size=2)
         if rank == 0:
-            module._addresses = lambda: ("192.0.2.1",)  # of documentation, nobody's
+            module._addresses = lambda: ("192.0.2.1",)  # reserved for documentation
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             peers = Peers.meet(rank, 2, 0.5)

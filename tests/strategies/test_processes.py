@@ -1,4 +1,4 @@
-"""What processes exchange: sums, records and messages."""
+"""Exchanges between processes: sums, records and messages."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Exchanges in shared memory: what arrives, who is missed, and that they come to the same as those of gloo."""
+"""Exchanges in shared memory: messages, lost processes, and the same results as with gloo."""
 
 import os
 import re
@@ -23,7 +23,7 @@ from tests.helpers.selection import few
 @pytest.mark.parametrize("count", few([2, 3], [3]))
 def test_gather_returns_the_bytes_of_every_process(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "PIECE", 1000)
-    # nothing, less than a piece, exactly one, several, and each process another number of pieces
+    # no bytes, less than a piece, exactly one, several, and a different number of pieces in each process
     lengths = [[0] * 3, [1, 0, 5], [1000, 1000, 1000], [1001, 3, 999], [2500, 10_000, 1], [8, 8, 8], [1, 5000, 3000]]
 
     def work(memory: SharedMemory | None, rank: int, size: int) -> Any:
@@ -63,7 +63,7 @@ def test_messages_are_not_overwritten_before_they_are_read(tmp_path: Path) -> No
         wrong = 0
         for k in range(300):
             if k % 50 == 10 * rank:
-                time.sleep(0.02)  # each falls behind at times, long enough to be waited for asleep
+                time.sleep(0.02)  # each process falls behind at times, long enough that the others sleep
             found = memory.gather(torch.full((1 + 13 * k * (rank + 1) % 401,), k % 251, dtype=torch.uint8))
             wrong += any(bool((part != k % 251).any()) for part in found)
         return wrong
@@ -74,7 +74,7 @@ def test_messages_are_not_overwritten_before_they_are_read(tmp_path: Path) -> No
 @pytest.mark.thorough
 def test_message_arrives_while_its_sender_does_other_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "PIECE", 2**16)
-    length = 3 * shared_memory.PIECE + 5  # however much it is
+    length = 3 * shared_memory.PIECE + 5  # several pieces, since any length must work
     has_arrived = tmp_path / "arrived"
 
     def work(memory: SharedMemory | None, rank: int, size: int) -> Any:
@@ -86,7 +86,7 @@ def test_message_arrives_while_its_sender_does_other_work(tmp_path: Path, monkey
                 time.sleep(0.05)
                 found.append([part[:: length + 1].tolist() + part[-3:].tolist() for part in memory.end()])
                 has_arrived.touch()
-            if k == 0:  # rank 0 takes part in nothing until rank 1 has everything
+            if k == 0:  # rank 0 joins no exchange until rank 1 has the whole message
                 wait_until(has_arrived.exists)
         return found, [part.tolist() for part in memory.gather(message(rank, 2))]
 
@@ -94,7 +94,7 @@ def test_message_arrives_while_its_sender_does_other_work(tmp_path: Path, monkey
     assert not first.error, first.trace
     assert not second.error, second.trace
     last = [message(0, 2).tolist(), message(1, 2).tolist()]
-    assert first.value == ([], last)  # what it has never asked for does not get in the way
+    assert first.value == ([], last)  # messages that it did not read do not disturb later ones
     ends = [message(k, 3).tolist() for k in range(4)]
     assert second.value == ([[[0, e[1], *e], [7, e[1], *e]] for e in ends], last)
 
@@ -117,7 +117,7 @@ def test_last_message_of_an_ended_process_arrives(tmp_path: Path) -> None:
         assert memory is not None
         if rank == 0:
             time.sleep(0.5)
-        elif not os.fork():  # which ends at once, as its parent would after its last exchange
+        elif not os.fork():  # it ends at once, as its parent would after its last exchange
             os._exit(0)
         return [part.tolist() for part in memory.gather(message(rank, 3))]
 

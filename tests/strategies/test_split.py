@@ -1,4 +1,4 @@
-"""How batches are split, and what cannot be split."""
+"""Splitting of batches, and batches that cannot be split."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -65,7 +65,7 @@ def test_image_tuples_are_split_and_ambiguous_tuples_are_rejected() -> None:
     assert [t["id"] for t in targets] == [1, 2]
     with pytest.raises(FederatedError, match="may be 3 examples or 3 columns"):
         part_of((images[:3], torch.arange(3)), 3, slice(0, 2))
-    columns = [[torch.zeros(2, 3), torch.ones(2, 3)], torch.arange(2)]  # as default_collate makes them
+    columns = [[torch.zeros(2, 3), torch.ones(2, 3)], torch.arange(2)]  # the format of default_collate
     (first, second), y = part_of(columns, 2, slice(0, 1))
     assert first.shape == second.shape == (1, 3)
     assert y.tolist() == [0]

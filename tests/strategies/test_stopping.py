@@ -1,4 +1,4 @@
-"""A request to stop is heeded at the next local step, and nothing of the completed rounds is lost."""
+"""A request to stop takes effect at the next local step, and no completed round is lost."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ from tests.helpers.training import Net, data, seeded, trainer
 
 
 class At(FederatedCallback):
-    """Does something at the start of a client of a round, and counts the local steps from then on."""
+    """Calls a function at the start of a round's second client, or in another hook of the round."""
 
     def __init__(self, act: Callable[[], Any], round: int = 3, hook: str = "on_client_start") -> None:
         self.act, self.round, self.hook, self.calls = act, round, hook, 0
@@ -60,12 +60,12 @@ def run(folder: Path, rounds: int = 6, ckpt_path: Any = None, model: Any = None,
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Run to the end, uninterrupted."""
+    """Return a run that was not interrupted."""
     return run(tmp_path_factory.mktemp("whole"))
 
 
 class Steps(Net):
-    """Counts calls of ``training_step`` of all instances."""
+    """Counts calls of ``training_step`` over all instances."""
 
     calls = 0
 
@@ -105,7 +105,7 @@ def test_round_already_in_a_checkpoint_is_not_saved_again(tmp_path: Path, caplog
         run(tmp_path, keep={}, callbacks=[At(send(signal.SIGTERM))])
     assert os.listdir(tmp_path) == ["step=3.ckpt"]
     assert "Stopped after 3 completed rounds. To resume," in caplog.text
-    with pytest.raises(SIGTERMException):  # nor when it is the one that the run came from
+    with pytest.raises(SIGTERMException):  # nor if this run resumed from it
         run(tmp_path, keep={}, ckpt_path="last", callbacks=[At(send(signal.SIGTERM))])
     assert os.listdir(tmp_path) == ["step=3.ckpt"]
 
@@ -172,11 +172,11 @@ def test_slurm_requeue_signal_saves_requeues_and_stops(
     assert torch.equal(resumed.fit_loop.state.x, whole.fit_loop.state.x)
 
 
-# ---------------------------------------------------------------------- what else outlives a round
+# ---------------------------------------------------------------------- other state that outlives a round
 
 
 class Half(MixedPrecision):
-    """Half precision whose scaler changes in every round: its first steps overflow, and it grows soon."""
+    """Half precision with a scaler that changes in every round: its first steps overflow, and it soon grows."""
 
     def __init__(self) -> None:
         super().__init__("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**18, growth_interval=3))
@@ -216,7 +216,7 @@ def test_early_stopping_ends_a_resumed_run_in_the_same_round(tmp_path: Path) -> 
 
     whole = run(tmp_path, **early())
     assert whole.current_epoch == 4
-    for step in (1, 3, 4):  # the last of these was written when the run was about to end
+    for step in (1, 3, 4):  # the last one was written just before the run ended
         resumed = run(tmp_path / "rest", ckpt_path=tmp_path / f"step={step}.ckpt", **early())
         assert resumed.current_epoch == 4
         assert torch.equal(resumed.fit_loop.round and parameters_of(resumed), parameters_of(whole))
@@ -251,7 +251,7 @@ def test_tensorboard_shows_each_round_once(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError, match="my own"):
         run(tmp_path, logger=logger(), callbacks=[At(fail, 3, hook="on_round_end")])  # step=2.ckpt is the newest
-    time.sleep(1.0)  # files of one second go by their number in the process, of which 10 comes before 9
+    time.sleep(1.0)  # files of the same second sort by their number in the process, which puts 10 before 9
     run(tmp_path, logger=logger(), ckpt_path="last")
     events = EventAccumulator(str(tmp_path / "here")).Reload()
     assert [e.step for e in events.Scalars("val_loss")] == list(range(1, 7))

@@ -1,4 +1,4 @@
-"""A traced local step, taken apart: what is done once, what goes straight into the parameters, what must wait."""
+"""A traced local step, split into work done once, in-place updates of the parameters, and delayed updates."""
 
 from collections.abc import Callable, Sequence
 
@@ -37,7 +37,7 @@ def moved(function: Callable[..., list[Tensor]], constants: Sequence[Tensor] = (
 
 
 def forward(w: Tensor, b: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of half the squares of a linear layer."""
+    """Return the gradients of half the squared output of a linear layer."""
     z = torch.addmm(b, x, w.t())
     return z.t() @ x, z.sum(0)
 
@@ -102,7 +102,7 @@ def test_products_are_fused_and_constants_are_computed_once() -> None:
 def test_parameter_scaling_is_fused_into_the_product() -> None:
     graphs, _ = split(decayed_twice)
     step = targets(graphs.call)
-    assert step.count("mul_.Tensor") == 1  # of the bias, whose gradient is no product
+    assert step.count("mul_.Tensor") == 1  # for the bias, since its gradient is not a product
     assert "mul.Tensor" not in step
 
 
@@ -122,7 +122,7 @@ def test_gradients_that_share_an_input_use_one_product() -> None:
         z = torch.addmm(b, x, w.t())
         return [2.0 * (z.t() @ x) - 0.5 * (z.t() @ x.square()) + 3.0 * (z.relu().t() @ x), z.sum(0)]
 
-    graphs, _ = split(other_side)  # the first two have the left side in common, the third one none with these
+    graphs, _ = split(other_side)  # the first two share their left side, but not with the third
     assert sum(node.target is torch.ops.aten.addmm_.default for node in graphs.call.nodes) == 2
     for found, start, direction in zip(moved(other_side), (W, B), other_side(W, B, X), strict=True):
         torch.testing.assert_close(found, start + RATE * direction, rtol=1e-12, atol=1e-12)

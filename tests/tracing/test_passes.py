@@ -1,4 +1,4 @@
-"""Graphs made with several numbers of clients take any number of them."""
+"""Graphs recorded with several numbers of clients accept any number of them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ Function = Callable[[Tensor, Tensor, Tensor], Any]
 
 
 def given(count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return weights, inputs and targets of so many clients."""
+    """Return weights, inputs and targets of ``count`` clients."""
     stream = torch.Generator().manual_seed(count)
     weights, inputs = (torch.randn(count, *shape, generator=stream) for shape in ((3, 4), (6, 4)))
     return weights, inputs, torch.randint(3, (count, 6), generator=stream)
@@ -135,7 +135,7 @@ BACKWARD = (torch.ops.aten.nll_loss_backward.default, torch.ops.aten.nll_loss2d_
 
 
 def scored(shape: tuple[int, ...], count: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Return scores and classes of so many clients; one class is -100, and another one 2."""
+    """Return scores and classes of ``count`` clients. One class is -100, and another one 2."""
     stream = torch.Generator().manual_seed(count)
     scores = torch.randn(count, *shape, generator=stream, dtype=torch.float64).to(dtype)
     classes = torch.randint(CLASSES, (count, shape[0], *shape[2:]), generator=stream)
@@ -152,7 +152,7 @@ def traced_loss(loss: Loss, scores: Tensor, classes: Tensor) -> fx.GraphModule:
 
 
 def restored(loss: Loss, scores: Tensor, classes: Tensor) -> tuple[fx.GraphModule, int, int]:
-    """Return the trace with its numbers of forward and backward kernels."""
+    """Return the trace with restored kernels, and its numbers of forward and backward kernels."""
     module = traced_loss(loss, scores, classes)
     restore_cross_entropy(module)
     module.graph.lint()

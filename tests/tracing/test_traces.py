@@ -1,4 +1,4 @@
-"""Traced local steps are the module's own, and are given up where they would not be."""
+"""Traced local steps match the module's, and are dropped if they would not."""
 
 import math
 from functools import partial
@@ -58,7 +58,7 @@ def test_traced_steps_with_adam_match_the_sequential_engine() -> None:
 
 @pytest.mark.thorough
 def test_tracing_creates_no_fake_tensor_mode_per_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """make_fx would make one for every operation, which takes twice as long as all the rest of tracing."""
+    """make_fx would create one per operation, which takes twice as long as the rest of tracing."""
     made = []
 
     class Counted(FakeTensorMode):
@@ -120,7 +120,7 @@ HIDDEN = {"scale": 1.0}
 
 
 class Global(Ordinary):
-    """Its loss depends on something that no one can see from outside."""
+    """Its loss depends on a hidden global value."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, y = batch
@@ -145,7 +145,7 @@ def test_step_whose_loss_differs_from_its_trace_is_retraced(chunk_size: int) -> 
 
 
 class Reversal(Ordinary):
-    """Its gradient depends on something that no one can see from outside, and its loss does not."""
+    """Its gradient depends on a hidden global value, but its loss does not."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, y = batch
@@ -209,7 +209,7 @@ def test_failing_trace_warns_and_falls_back_to_untraced_steps(chunk_size: int, m
 
 
 class LogsNumbers(Ordinary):
-    """It logs a number of Python's, which a trace would repeat for ever."""
+    """Logs a Python number, which a trace would repeat forever."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -270,7 +270,7 @@ def test_resumed_traced_run_has_identical_bits(chunk_size: int, tmp_path: Any) -
 
 
 class Normed(Ordinary):
-    """Its backward pass has a kernel of its own, and a formula of many steps that could be differentiated again."""
+    """Its backward pass has its own kernel, and a formula of many steps that could be differentiated again."""
 
     def __init__(self, optimizer: Any = None) -> None:
         super().__init__(optimizer)

@@ -1,4 +1,4 @@
-"""Processes that were given other settings or data than the first one are refused by name, in all of them."""
+"""Processes with other settings or data than the first one are rejected by name, in all processes."""
 
 import os
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def fit(
     module: Any = None,
     **options: Any,
 ) -> str:
-    """Return the error of a fit."""
+    """Return the error message of a fit."""
     fitted = trainer(strategy=strategy, devices=2, limit_val_batches=0, **options)
     try:
         module = Ordinary(lambda params: torch.optim.SGD(params, lr)) if module is None else module
@@ -39,14 +39,14 @@ def fit(
 
 
 def shuffled(seed: int) -> FederatedDataModule:
-    """Return clients of the same sizes, whose examples are in an order of the seed."""
+    """Return clients of the same sizes. The seed shuffles the first one's examples."""
     order = torch.randperm(9, generator=torch.Generator().manual_seed(seed))
     first, *others = clients(FIRST)
     return FederatedDataModule([TensorDataset(*(t[order] for t in first.tensors)), *others], batch_size=4)
 
 
 class Arrays(Dataset[Any]):
-    """Examples in NumPy arrays, each of which may be drawn anew when it is read."""
+    """Examples in NumPy arrays, optionally with new noise in every read."""
 
     def __init__(self, seed: int, noise: float = 0.0) -> None:
         self.x, self.noise = np.random.default_rng(seed).normal(size=(9, FEATURES)), noise
@@ -67,7 +67,7 @@ class Named(Ordinary):
 
 
 def named(seed: int, noise: float = 0.0) -> str:
-    """Fit with examples of which each process may have others."""
+    """Fit with examples that may differ between processes."""
     return fit(module=Named(), datamodule=FederatedDataModule([Arrays(seed, noise)] * 6, batch_size=4))
 
 
@@ -85,7 +85,7 @@ CASES: dict[str, tuple[Callable[[int], str], str]] = {
 
 
 class Demanded(FederatedDataModule):
-    """Makes clients of which each process draws the sizes."""
+    """Makes clients whose sizes depend on the process."""
 
     num_clients, rank = 4, 0
 
@@ -94,7 +94,7 @@ class Demanded(FederatedDataModule):
 
 
 class Accumulates(FederatedCallback):
-    """Sets something else in each process in the second round."""
+    """Sets a different value in each process in the second round."""
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.fit_loop.round == 1:
@@ -108,19 +108,19 @@ def demanded(rank: int) -> FederatedDataModule:
 
 
 def by_rank(strategy: str, rank: int) -> str:
-    """Fit with a sampler that draws other clients in each process after the first round."""
+    """Fit with a sampler that draws different clients in each process after the first round."""
     return fit(strategy, sampler=lambda seed, round: [0, 1 + (rank if round else 0)])
 
 
 def awaits_a_state(rank: int) -> str:
-    """Fit with a sampler after whose draws one process alone waits for a state of the other."""
+    """Fit with a sampler whose draws leave one process waiting for a state of the other."""
     drawn = [0, 2, 4] if rank else [0]
     options: dict[str, Any] = {"algorithm": Scaffold(), "local_epochs": 7}
     return fit(datamodule=data((16,) * 6), sampler=lambda _, round: drawn if round else range(6), **options)
 
 
 class AsksByRank:
-    """A sampler that asks for losses of clients in process 0 alone, after the first round."""
+    """A sampler that requests clients' losses in process 0 alone, after the first round."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

@@ -50,7 +50,7 @@ def test_test_stage_uses_the_server_model() -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint after two rounds."""
+    """Return a checkpoint after two rounds."""
     path = tmp_path_factory.mktemp("saved") / "two.ckpt"
     run = trainer(algorithm=Scaffold(), max_rounds=2)
     run.fit(seeded(), data())
@@ -59,7 +59,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changed(saved: Path, path: Path, change: Any) -> Path:
-    """Write a checkpoint that a function has changed."""
+    """Write a checkpoint after a function has changed it."""
     checkpoint = torch.load(saved, weights_only=True)
     change(checkpoint)
     torch.save(checkpoint, path)
@@ -150,7 +150,7 @@ def test_per_batch_callbacks_log_the_first_step_every_n_rounds(accumulated: int,
 
 
 class Noted(FederatedCallback):
-    """Writes a file of its own as a round starts, and refuses to go on or lets a client fail."""
+    """Writes its own file as a round starts, and rejects the run or fails a client."""
 
     def __init__(self, notes: bool, fails: str) -> None:
         self.notes, self.fails = notes, fails

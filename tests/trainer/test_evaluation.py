@@ -1,4 +1,4 @@
-"""Two processes that share the batches of an evaluation find what one finds."""
+"""Two processes that share the batches of an evaluation get the results of one."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -72,7 +72,7 @@ class Counts(Logs):
 
 
 class AtTheEnd(Logs):
-    """Puts the outputs of all batches together by itself."""
+    """Combines the outputs of all batches itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class AtTheEnd(Logs):
 
 
 class SyncsEveryStep(Logs):
-    """Has a metric object that meets the other processes in every step."""
+    """Has a metric that synchronizes processes in every step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class SeesOutputs(FederatedCallback):
 
 
 class OfOneClient(FederatedCallback):
-    """Evaluates a client in one process, while others go on."""
+    """Evaluates a client in one process, while the others continue."""
 
     def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
         loop = trainer.fit_loop
@@ -124,7 +124,7 @@ ODD, EVEN, ONE = classification(37, 5), classification(46, 6), classification(7,
 
 
 def fit(module: Callable[[], Logs], val: Any, **options: Any) -> dict[str, Any]:
-    """Return what was found in the last round, and the batches that this process saw in it."""
+    """Return the results of the last round, and the batches that this process saw."""
     t, model = trainer(max_rounds=2, num_sanity_val_steps=2, **options), seeded(module)
     t.fit(model, data(val=val, eval_batch_size=8))
     return {**found(t), "batches": sorted(set(model.seen))}
@@ -186,7 +186,7 @@ FEW = [name for name in CASES if name not in THOROUGH]
 
 
 def found_in_two(names: Sequence[str], folder: Path) -> list[dict[str, dict[str, Any]]]:
-    """Return what each of two processes finds."""
+    """Return the results of each of two processes."""
     outcomes = in_processes(lambda: {name: CASES[name](**TWO) for name in names}, folder)
     for outcome in outcomes:
         assert not outcome.error, outcome.trace
@@ -203,7 +203,7 @@ def of_others(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[s
     return found_in_two(THOROUGH, tmp_path_factory.mktemp("others"))
 
 
-@pytest.mark.thorough  # eight seconds of two processes
+@pytest.mark.thorough  # two processes take eight seconds
 @pytest.mark.parametrize("name", few(CASES, FEW))
 def test_two_processes_match_one(name: str, request: pytest.FixtureRequest) -> None:
     together = request.getfixturevalue("together" if name in FEW else "of_others")
@@ -212,7 +212,7 @@ def test_two_processes_match_one(name: str, request: pytest.FixtureRequest) -> N
     seen = [dict(part[name]) for part in together]
     theirs = [part.pop("batches") for part in seen]
     assert seen[0] == seen[1]
-    steps = {"both_step", "both_step/dataloader_idx_0", "both_step/dataloader_idx_1"}  # each process has its own
+    steps = {"both_step", "both_step/dataloader_idx_0", "both_step/dataloader_idx_1"}  # each process has its own values
     assert seen[0].keys() - steps == alone.keys() - steps
     for key in alone.keys() - steps:
         assert seen[0][key] == pytest.approx(alone[key], rel=1e-6), key

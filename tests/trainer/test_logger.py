@@ -42,7 +42,7 @@ def test_version_taken_by_another_process_is_skipped(
         trainer(logger=True if logger is None else logger(tmp_path), default_root_dir=tmp_path, max_rounds=1)
         for _ in range(2)
     ]
-    for run in made:  # both processes look for a free number before one of them has made a folder
+    for run in made:  # both look for a free number before either has made a folder
         monkeypatch.setattr(type(run.logger), "_get_next_version", lambda self: 4)
     made[0].fit(seeded(), data())
     theirs = {file: file.read_bytes() for file in Path(made[0].log_dir).rglob("*") if file.is_file()}
@@ -75,7 +75,7 @@ def test_unwritable_log_folder_raises_an_error_naming_it(logger: type | None, tm
 @pytest.mark.parametrize("logger", [TensorBoardLogger, CSVLogger])
 def test_full_disk_error_names_the_log_folder(logger: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as of a write, without the name of the file
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # a failed write does not name the file
 
     made = trainer(logger=logger(tmp_path, name="runs", version="a"))
     monkeypatch.setattr(type(made.logger.experiment), "add_scalar", full, raising=False)

@@ -1,4 +1,4 @@
-"""The loop of rounds: what epoch and step are, when it ends, and what a round's hooks may change."""
+"""The loop of rounds: its epochs and steps, its end, and the changes that a round's hooks may make."""
 
 import warnings
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.helpers.training import QUIET, Net, data, fit, parameters, seeded, tr
 
 
 class Seen(FederatedCallback):
-    """Keep what local steps were trained on, and how many there were."""
+    """Keeps the batches of local steps, and the numbers of steps."""
 
     def __init__(self) -> None:
         self.batches: list[torch.Tensor] = []
@@ -146,7 +146,7 @@ def test_client_progress_is_visible_only_during_its_hooks() -> None:
 
 
 class Collects(Net):
-    """Collects what it has trained on, as modules do that have come from Lightning 1."""
+    """Collects numbers during training, as modules ported from Lightning 1 do."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.0)
@@ -181,5 +181,5 @@ def test_values_collected_per_process_are_reduced_or_warn(tmp_path: Path) -> Non
     assert not any(outcome.error for outcome in outcomes)
     (first, told), (second, _) = (outcome.value for outcome in outcomes)
     assert first["everyones"] == second["everyones"] == first["own"] + second["own"] == examples
-    assert len(told) == 1  # in three rounds
+    assert len(told) == 1  # once in three rounds
     assert told[0].startswith("A hook of the round logs 'own' with another value in each process")

@@ -1,4 +1,4 @@
-"""What callbacks may measure of clients: the numbers, that they leave no trace, and what is refused by name."""
+"""Measurements of clients by callbacks: the values, the absence of side effects, and rejections by name."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ SIZES = (12, 8, 9, 5)
 
 
 class Measures(FederatedCallback):
-    """Measures clients at the end of the last round; in every round, if asked to."""
+    """Measures clients at the end of the last round, or of every round."""
 
     def __init__(self, all_rounds: bool = False) -> None:
         self.all_rounds = all_rounds
@@ -66,7 +66,7 @@ def measured() -> Measures:
 
 
 def of_client(client: int, point: Tensor) -> tuple[Tensor, float]:
-    """Return gradient, with weight decay, and loss of a client, by hand."""
+    """Return a client's gradient, with weight decay, and its loss, computed by hand."""
     model = Net(dropout=0.0).double()
     torch.nn.utils.vector_to_parameters(point, model.parameters())
     inputs, labels = clients(SIZES)[client].tensors

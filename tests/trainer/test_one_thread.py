@@ -1,4 +1,4 @@
-"""Fits of one process: one thread at a time, nested ones in it, and the random numbers of a script between them."""
+"""Fits in one process: one thread at a time, nested fits, and a script's random numbers between fits."""
 
 import random
 import threading
@@ -16,7 +16,7 @@ from tests.helpers.training import data, seeded, trainer
 
 
 class Calling(FederatedCallback):
-    """Call something when a hook is first called."""
+    """Calls a function when a hook is first called."""
 
     def __init__(self, hook: str, function: Callable[[], Any]) -> None:
         self.function: Callable[[], Any] | None = function
@@ -50,7 +50,7 @@ def test_forked_process_may_fit_while_a_parent_thread_fits(monkeypatch: pytest.M
 
 
 def test_fit_inside_a_hook_does_not_affect_the_outer_fit() -> None:
-    alone, outer, another = seeded(), seeded(), seeded()  # which seeds the global generators
+    alone, outer, another = seeded(), seeded(), seeded()  # seeds the global generators
     trainer(max_rounds=2).fit(alone, data())
     inner = Calling("on_train_batch_end", lambda: trainer(max_rounds=1).fit(another, data()))
     trainer(max_rounds=2, callbacks=inner).fit(outer, data())
@@ -65,7 +65,7 @@ def _fail() -> None:
 
 @pytest.mark.parametrize("fails", [False, True], ids=["done", "failed"])
 def test_global_random_state_is_restored_after_fit(fails: bool) -> None:
-    """A random search would otherwise try one candidate again and again."""
+    """Otherwise a random search would try the same candidate repeatedly."""
     run, model, examples = trainer(max_rounds=1), seeded(), data()
     if fails:
         run.callbacks.append(Calling("on_round_end", _fail))

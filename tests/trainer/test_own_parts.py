@@ -1,4 +1,4 @@
-"""Users' parts that keep something from round to round are named."""
+"""Warnings name user-defined parts that keep state between rounds."""
 
 import random
 from collections.abc import Mapping
@@ -78,7 +78,7 @@ PARTS = clients([8, 8, 8])
 
 
 class Noisy(Dataset[Any]):
-    """Examples with noise of a generator that it holds."""
+    """Examples with noise from a generator that the data set holds."""
 
     def __init__(self, data: Any, generator: torch.Generator) -> None:
         self.data, self.generator = data, generator

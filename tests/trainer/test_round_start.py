@@ -1,4 +1,4 @@
-"""A checkpoint in the middle of a round is of the last completed round, whatever this round's hooks have changed."""
+"""A checkpoint in the middle of a round holds the last completed round, without changes by this round's hooks."""
 
 import random
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from tests.helpers.training import Net, data, seeded, trainer
 
 
 class Slower(FederatedCallback):
-    """Sets the rate of one client."""
+    """Sets a lower rate for one client."""
 
     def on_client_start(self, trainer: Any, pl_module: Any, round: int, client_id: Any) -> None:
         if client_id == 2:
@@ -27,7 +27,7 @@ class Slower(FederatedCallback):
 
 
 class Shrinks(FederatedCallback):
-    """Shrinks weights, a buffer and the rate as a round begins, and counts rounds and clients."""
+    """Shrinks the weights and the rate as a round begins, and counts rounds and clients."""
 
     def __init__(self, hook: str) -> None:
         self.begun = self.clients = 0
@@ -76,7 +76,7 @@ ALL = {"clients_per_round": None}
 
 
 def ends(made: Any, callback: Any) -> Any:
-    """Return what a run has come to."""
+    """Return the final x of a run, the callback's state, and the rates."""
     groups = made.optimizers[0].param_groups
     return made.fit_loop.state.x.tolist(), callback.state_dict(), [group["lr"] for group in groups]
 

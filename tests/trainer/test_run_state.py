@@ -1,4 +1,4 @@
-"""A trainer after its fit: it can be copied, its files are closed, and its module is what was trained."""
+"""A trainer after its fit can be copied, its files are closed, and its module is the trained one."""
 
 import copy
 import gc
@@ -153,7 +153,7 @@ def kept_open() -> list[str]:
 @pytest.mark.skipif(os.name != "posix", reason="descriptors are counted by the system")
 @pytest.mark.parametrize("options", [{}, {"engine": "vectorized"}, DISK, EVERYTHING], ids=str)
 def test_no_file_stays_open_after_fit(options: dict[str, Any]) -> None:
-    fitted(**options)  # what is opened once in a process
+    fitted(**options)  # opens files that a process opens only once
     gc.collect()
     before, runs = this_process().num_fds(), []
     for _ in range(2):
@@ -201,7 +201,7 @@ def test_states_are_readable_after_another_fit_in_the_same_folder() -> None:
 
 @pytest.mark.thorough
 def test_states_are_closed_after_a_multi_process_fit(tmp_path: Path) -> None:
-    this_process()  # or skip here: the others cannot
+    this_process()  # skips here if psutil is missing, since the other processes cannot
 
     def open_after() -> list[str]:
         fitted(**DISK, **WHOLE, strategy="clients", devices=2, client_states_dir=tmp_path / "states")
@@ -213,7 +213,7 @@ def test_states_are_closed_after_a_multi_process_fit(tmp_path: Path) -> None:
 
 
 class Converts(SingleDeviceStrategy):
-    """Moves the module at the end of a fit, as Lightning moves one from a GPU to the CPU: here to another dtype."""
+    """Converts the module's dtype at the end of a fit, just as Lightning moves a module from a GPU to the CPU."""
 
     def teardown(self) -> None:
         super().teardown()

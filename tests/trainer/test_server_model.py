@@ -1,4 +1,4 @@
-"""What hooks make of the model between rounds is the server's from then on; during clients' work it is not."""
+"""Hooks' changes of the model between rounds become the server's; changes during clients' work do not."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -26,7 +26,7 @@ HOOKS = ("on_train_start", "on_train_epoch_start", "on_validation_start", "on_va
 
 
 def crossed(*axes: Iterable[Any], default: Iterable[str]) -> list[Any]:
-    """Return the product of several axes, of which the default run takes the cases of these names."""
+    """Return the product of several axes. The default run takes only the cases with these names."""
     cases = (
         pytest.param(*values, id="-".join(getattr(v, "__name__", str(v)) for v in values)) for values in product(*axes)
     )
@@ -34,7 +34,7 @@ def crossed(*axes: Iterable[Any], default: Iterable[str]) -> list[Any]:
 
 
 class Annealed(Ordinary):
-    """Has a weight of decay in a buffer, which a hook may set."""
+    """Has its weight decay in a buffer, which a hook may set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def test_buffer_set_by_a_hook_reaches_the_clients(hook: str, engine: str) -> Non
     times = 1 if hook == "on_train_start" else 3
     assert float(t.lightning_module.decay) == pytest.approx(0.1 * times)
     plain = run(engine, Annealed)
-    if hook in HOOKS[:2]:  # the others have set it for the next round, or after the last
+    if hook in HOOKS[:2]:  # the other hooks set it for the next round, or after the last one
         assert not torch.equal(t.fit_loop.state.x, plain.fit_loop.state.x)
     assert float(t.fit_loop.state.buffers["decay"]) == pytest.approx(0.1 * times)
 

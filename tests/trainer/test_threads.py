@@ -1,4 +1,4 @@
-"""A small model works with one thread, and the process has as many as before afterwards."""
+"""A small model works with one thread, and the number of threads is restored afterwards."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _two_by_default(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let two threads be PyTorch's default, as on a machine with two cores where nobody has set anything."""
+    """Make two threads PyTorch's default, as on a machine with two cores and no user settings."""
     monkeypatch.setattr(threads, "_SET_BY_USER", False)
     monkeypatch.setattr(threads, "_AT_IMPORT", 2)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
@@ -28,7 +28,7 @@ def _two_by_default(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Counting(pl.Callback):
-    """Note the number of threads in every stage, and fail in a round if asked to."""
+    """Records the number of threads in every stage, and fails in a round if asked to."""
 
     def __init__(self, fails: bool = False) -> None:
         self.fails = fails

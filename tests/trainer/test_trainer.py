@@ -1,4 +1,4 @@
-"""Trainer arguments mean what a Lightning user expects, counted in rounds."""
+"""Trainer arguments have the meaning that Lightning users expect, counted in rounds."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def test_arguments_that_do_not_affect_parameters(argument: dict[str, Any], plain
 
 
 class Seen(FederatedCallback):
-    """Keep what local steps were trained on, and how many there were."""
+    """Keeps the batches of local steps, and the numbers of steps."""
 
     def __init__(self) -> None:
         self.batches: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""What one client's steps change reaches no other: frozen parameters, momentum, buffers of parts of a batch."""
+"""Changes by one client's steps never reach another: frozen parameters, momentum, buffers of split batches."""
 
 import copy
 import warnings
@@ -38,7 +38,7 @@ class Teacher(Ordinary):
 
 
 class Watched(Teacher):
-    """Has a teacher that stays as it is."""
+    """Has a teacher that never changes."""
 
     def follow(self) -> None:
         assert all(not p.requires_grad for p in self.teacher.parameters())
@@ -78,7 +78,7 @@ def test_teacher_can_be_treated_as_buffers(method: Any) -> None:
 
 
 class Average:
-    """Keeps an average of weights as an object that is no module."""
+    """Keeps an average of weights in an object that is not a module."""
 
     def __init__(self, module: nn.Module) -> None:
         self.shadow = {name: p.detach().clone() for name, p in module.named_parameters()}
@@ -95,7 +95,7 @@ class Averages(Ordinary):
         super().__init__()
         self.head = torch.nn.utils.spectral_norm(self.head)
         self.average, self.losses, self.last = Average(self), [], None
-        with torch.inference_mode():  # as validation leaves them
+        with torch.inference_mode():  # validation leaves such tensors
             self.pictures = torch.zeros(200, 200)
 
     def on_before_zero_grad(self, *_: Any) -> None:
@@ -111,7 +111,7 @@ def test_weight_average_carried_across_clients_warns_once() -> None:
 
 
 class Recurrent(Ordinary):
-    """Starts a step from what the last one has left, as stateful recurrent modules do."""
+    """Starts each step from the state of the last one, as stateful recurrent modules do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def test_state_carried_across_clients_warns_once() -> None:
 
 
 class Keeps(Ordinary):
-    """Reads in a step what earlier steps have left somewhere, and collects losses that no step reads."""
+    """Reads state that earlier steps stored, and collects losses that no step reads."""
 
     flag = False
 
@@ -160,7 +160,7 @@ class Keeps(Ordinary):
 
     def by_flag(self, batch: Any) -> bool:
         was, self.flag = self.flag, True
-        if not was:  # as layers do that start from the statistics of their first batch
+        if not was:  # layers with data-dependent initialization do this
             self.head.bias.data.copy_(batch[0].mean())
         return was
 
@@ -223,7 +223,7 @@ def test_trial_step_is_skipped_for_iterators_and_hook_attributes() -> None:
 
 
 class AverageOfModel(pl.Callback):
-    """Moves an average of the module in every batch, as in ordinary training; notes what it has seen."""
+    """Averages the module's weights after every batch, as in ordinary training, and records its calls."""
 
     def __init__(self, kind: str) -> None:
         self.kind, self.seen, self.module = kind, [], None
@@ -293,7 +293,7 @@ def test_persistent_buffer_registered_by_a_step_warns_once() -> None:
 
 
 class OwnGenerator(Ordinary):
-    """Draws from a generator of its own, and has another that it only keeps."""
+    """Draws from its own generator, and keeps another one unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -310,7 +310,7 @@ def test_module_generator_carried_across_clients_warns_once() -> None:
 
 
 class Clamps(Ordinary):
-    """Keeps its weights small after every step, in place."""
+    """Clamps its weights in place before every batch and after every step."""
 
     def __init__(self) -> None:
         super().__init__(partial(torch.optim.SGD, lr=0.1, momentum=0.9))
@@ -347,7 +347,7 @@ def test_parameters_can_be_assigned_through_data(method: Any) -> None:
 
 
 def tuned(make: type[Clamps], method: Any) -> Clamps:
-    """Return the module; with plain SGD if the method has an optimizer of its own."""
+    """Return the module, with plain SGD if the method has its own optimizer."""
     module = make()
     if isinstance(method, Mime):
         module.make = partial(torch.optim.SGD, lr=0.1)
@@ -360,7 +360,7 @@ def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
 
 
 class Replaces(Ordinary):
-    """Clamps a weight by a new parameter, after a batch or after the round."""
+    """Replaces a weight by a clamped new parameter, after a batch or after the round."""
 
     def __init__(self, hook: str) -> None:
         super().__init__()
@@ -377,7 +377,7 @@ def test_replacing_a_trained_parameter_is_rejected(hook: str, engine: str) -> No
 
 
 class Swaps(Ordinary):
-    """Takes another optimizer from the second round on, as fine-tuning in stages does."""
+    """Uses another optimizer from the second round on, as staged fine-tuning does."""
 
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
@@ -431,7 +431,7 @@ def test_unchanged_frozen_parameter_is_allowed() -> None:
 
 
 class Late(Teacher):
-    """Makes its teacher in the first step."""
+    """Creates its teacher in the first step."""
 
     def __init__(self) -> None:
         super().__init__()

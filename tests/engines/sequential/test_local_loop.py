@@ -1,4 +1,4 @@
-"""The loop of one client's local epochs: the batches it gets, and the losses of its steps."""
+"""The loop of one client's local epochs: its batches, and the losses of its steps."""
 
 import warnings
 from collections.abc import Callable
@@ -97,7 +97,7 @@ RHO, LR = 0.2, 0.1
 
 
 class Scaled(MixedPrecision):
-    """Half precision with a gradient scaler, which Lightning gives on a GPU only."""
+    """Half precision with a gradient scaler, which Lightning provides only on a GPU."""
 
     def __init__(self, scale: float) -> None:
         super().__init__("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000))
@@ -157,7 +157,7 @@ def test_second_gradient_point_of_another_shape_is_rejected() -> None:
 
 
 def ends_of(algorithm: Algorithm, accumulated: int) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Return the final state and the clients' mean losses, where every step sees four examples."""
+    """Return the final state and the clients' mean losses, with four examples per step."""
     record = Record()
     t = run(
         "sequential",

@@ -1,4 +1,4 @@
-"""Numbers of clients that wait on an accelerator, read at once: here they wait on the CPU."""
+"""Clients' numbers that stay on the accelerator until one common read. Here, the CPU replaces it."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Batches that are rows of tensors: of the same ones, of many small ones side by side, or of each client's own."""
+"""Batches that are rows of tensors: shared ones, many small ones side by side, or each client's own."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -87,13 +87,13 @@ def test_only_rows_of_similar_tensors_are_of_one_kind() -> None:
 
 
 def own(sizes: Sequence[int] = SIZES) -> FederatedDataModule:
-    """Return clients of tensors of their own."""
+    """Return clients with their own tensors."""
     sets = [classification(n, seed=i) for i, n in enumerate(sizes)]
     return FederatedDataModule(sets, batch_size=4, val=classification(20, 7))
 
 
 def some_shared() -> FederatedDataModule:
-    """Return clients of which some are cut out of the same tensors."""
+    """Return clients, some of them cut from the same tensors."""
     whole = classification(40, 5)
     sets: list[Dataset[Any]] = [Subset(whole, range(0, 13)), classification(21, 1), Subset(whole, range(20, 36))]
     return FederatedDataModule([*sets, classification(5, 2)], batch_size=4, val=classification(20, 7))

@@ -1,4 +1,4 @@
-"""Local work on stacked parameters: what moves them, and what methods read at its end, without a module."""
+"""Local work on stacked parameters, without a module: the steps, and the values that methods read at the end."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,12 +23,12 @@ from lightning_fed.server.participation import Participant
 from tests.helpers.engines import Ordinary, assert_agree, full_batches, refused, run
 from tests.helpers.selection import covering
 
-STEPS = (3, 3, 1)  # of each client
+STEPS = (3, 3, 1)  # per client
 P = 10
 
 
 class Reads(Algorithm):
-    """Sends what there is to read at the end of the local work."""
+    """Sends all values that a method can read at the end of the local work."""
 
     reduces = {"delta": "weighting", "path": "weighting", "rates": "weighting", "n": "weighting"}
     uses_path_gradient = True
@@ -48,7 +48,7 @@ def sgd(parameters: Any, rates: Sequence[float] = (0.1, 0.1), **options: Any) ->
 
 
 def work_of(algorithm: Algorithm, optimizer: Any = sgd, chunk: Sequence[int] = STEPS) -> ChunkWork:
-    """Return the work of clients that take these many steps."""
+    """Return the work of clients with these numbers of steps."""
     torch.manual_seed(0)
     model = nn.Module()
     for name, shape in (("a", (2, 3)), ("b", (4,))):
@@ -64,7 +64,7 @@ def work_of(algorithm: Algorithm, optimizer: Any = sgd, chunk: Sequence[int] = S
 
 
 def moved(work: ChunkWork, chunk: Sequence[int] = STEPS) -> Tensor:
-    """Let clients take their steps along random directions, and return the mean direction of each."""
+    """Move clients along random directions, and return the mean direction of each."""
     sums = torch.zeros_like(work.y)
     for k in range(max(chunk)):
         count = sum(steps > k for steps in chunk)
@@ -188,7 +188,7 @@ def test_engines_agree_with_every_local_optimizer(optimizer: str, algorithm: Any
 
 
 class Stepping:
-    """Three parameters, one of which is a single number, of several clients: stacked, and each client's alone.
+    """Three parameters of several clients, one of them a scalar: stacked, and separate for each client.
 
     Args:
         optimizer: Makes the local optimizer.
@@ -232,7 +232,7 @@ class Stepping:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_step_of_stacked_parameters_matches_each_client(optimizer: str) -> None:
     stepping = Stepping(OPTIMIZERS[optimizer], 4)
-    for count in (4, 4, 3, 2, 2, 1, 1):  # clients with less to do end first
+    for count in (4, 4, 3, 2, 2, 1, 1):  # clients with fewer steps end first
         stepping.step(count)
     stepping.assert_same()
 
@@ -258,7 +258,7 @@ def test_method_statistics_are_loaded_only_for_each_step() -> None:
 def test_step_counts_are_not_mistaken_for_scalar_parameter_state() -> None:
     stepping = Stepping(partial(torch.optim.NAdam, lr=0.1), 3)
     solver = []
-    for shape in stepping.wrapped.flat.layout.shapes:  # of which one is that of a number
+    for shape in stepping.wrapped.flat.layout.shapes:  # one of them is the shape of a scalar
         own = {name: torch.full(shape, 0.5, dtype=torch.float64) for name in ("exp_avg", "exp_avg_sq")}
         solver.append({**own, "step": torch.tensor(2.0), "mu_product": torch.tensor(0.7)})
     for count in (3, 2, 1):
@@ -299,7 +299,7 @@ def test_engines_agree_with_per_group_learning_rates() -> None:
 
 
 class Scaled(Ordinary):
-    """Has a parameter that is a single number."""
+    """Has a scalar parameter."""
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
@@ -321,7 +321,7 @@ class MySgd(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.1})
 
     def step(self, closure: Any = None) -> None:
-        """Move against the gradient, scaled to length one over each parameter."""
+        """Move against the gradient, normalized for each parameter."""
         for group in self.param_groups:
             for p in group["params"]:
                 p.data -= group["lr"] * p.grad / p.grad.norm()

@@ -1,4 +1,4 @@
-"""Clients of a chunk as one thing: their tensors, what they log, and how many are run at once."""
+"""The clients of a chunk as a unit: their tensors, their logged values, and the chunk size."""
 
 from types import SimpleNamespace
 
@@ -43,7 +43,7 @@ def test_result_matches_sequential_engine(sizes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("numel", "step_bytes", "expected"),
     [
-        (2**20, 0, 128),  # of which each takes 16 vectors besides its gradient
+        (2**20, 0, 128),  # each client takes 16 vectors plus its gradient
         (2**20, 2**25, 64),
         (2**20, 2**25 + 2**20, 64),  # another version of PyTorch takes a little more
         (10, 2**20, 1024),

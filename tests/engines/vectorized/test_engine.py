@@ -1,4 +1,4 @@
-"""Ordinary modules, data and settings end under the vectorized engine where they end under the sequential one."""
+"""Ordinary modules, data and settings give the same result in the vectorized and the sequential engine."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -44,7 +44,7 @@ class OfDictionaries(Ordinary):
 
 
 class ByType(Ordinary):
-    """Takes whole numbers for shades."""
+    """Scales integer inputs like pixel values."""
 
     def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
         x = batch[0] / 255 if batch[0].dtype == torch.uint8 else batch[0]
@@ -52,7 +52,7 @@ class ByType(Ordinary):
 
 
 def of_two_types() -> FederatedDataModule:
-    """Return clients of one shape, half of them with whole numbers."""
+    """Return clients of one shape, half of them with integer inputs."""
     own = [classification(12, seed) for seed in range(4)]
     whole = [TensorDataset((90 * d.tensors[0]).abs().to(torch.uint8), d.tensors[1]) for d in own[:2]]
     return FederatedDataModule([*whole, *own[2:]], batch_size=4, val=own[3])
@@ -82,7 +82,7 @@ class Tied(Ordinary):
 
 
 class Held(Ordinary):
-    """Has its network again in the loss, as many losses hold what they regularize."""
+    """Registers its network a second time in the loss, as losses with regularization often do."""
 
     reads = False
 
@@ -192,7 +192,7 @@ def augmented() -> FederatedDataModule:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "losses that depend on the batch's index": {"make": ByIndex, "local_epochs": 2},  # that differ in length
+    "losses that depend on the batch's index": {"make": ByIndex, "local_epochs": 2},  # with epochs of different lengths
     "a step without an index": {"make": WithoutIndex},
     "batches and losses in dictionaries": {
         "make": OfDictionaries,
@@ -253,7 +253,7 @@ def assert_same_reports(one: Record, two: Record) -> None:
         assert (a.size, a.steps) == (b.size, b.steps)
         assert b.loss == pytest.approx(a.loss, rel=1e-10, nan_ok=True)
         assert b.update_norm == pytest.approx(a.update_norm, rel=1e-9, abs=1e-14)
-        metrics = a.metrics if a.steps else {}  # a client without a step reports none
+        metrics = a.metrics if a.steps else {}  # a client without steps reports none
         assert b.metrics == {name: pytest.approx(value, rel=1e-9) for name, value in metrics.items()}
     for a, b in zip(one.rounds, two.rounds, strict=True):
         assert (a.cohort, a.dropped, a.sizes, a.steps, a.weights) == (b.cohort, b.dropped, b.sizes, b.steps, b.weights)
@@ -264,7 +264,7 @@ def assert_same_reports(one: Record, two: Record) -> None:
 
 
 class FromZero:
-    """Some clients do less, some nothing at all."""
+    """Some clients take fewer steps, and some take none."""
 
     def __call__(self, seed: int, round: int, clients: Any, epochs: Any, steps: Any) -> list[int | None]:
         return [0 if (round + i) % 3 == 0 else max(1, n - i) for i, n in zip(clients, steps, strict=True)]
@@ -341,8 +341,8 @@ def test_dropout_drops_the_requested_share(engine: str, chunk_size: int | None) 
     ("algorithm", "chunk_size"), covering([Mime(base=SGDm()), CMime(base=SGDm()), MimeMVR(0.5)], [None, 1, 2])
 )
 def test_both_gradients_of_a_step_use_the_same_masks(algorithm: Any, chunk_size: int | None) -> None:
-    # At the first step the clients are at the anchor: gradient and anchor gradient cancel whatever the masks, and all
-    # clients make the same step.
+    # The first step is at the anchor. Gradient and anchor gradient cancel for any masks,
+    # so all clients make the same step.
     seen = Record()
     dropout(
         algorithm=algorithm, chunk_size=chunk_size, clients_per_round=6, local_steps=1, max_rounds=1, callbacks=seen
@@ -417,7 +417,7 @@ def test_run_is_deterministic() -> None:
 
 
 class Noisy(Ordinary):
-    """Draws in a hook that batches go through."""
+    """Draws in a batch hook."""
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return [batch[0] + torch.randn_like(batch[0]), batch[1]] if self.trainer.training else batch

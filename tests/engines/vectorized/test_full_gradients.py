@@ -1,4 +1,4 @@
-"""Full-batch gradients through traces, and methods that take them, give the numbers of the sequential engine."""
+"""Full-batch gradients through traces, and methods that use them, match the sequential engine."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +18,7 @@ from tests.helpers.engines import Ordinary, assert_agree, run
 from tests.helpers.selection import covering
 from tests.helpers.training import CLASSES, FEATURES, clients, data
 
-SIZES = (14, 7, 11, 6, 10, 8)  # of batches of 4 the last ones have 2, 3 or 4 examples
+SIZES = (14, 7, 11, 6, 10, 8)  # batches of 4: the last ones have 2, 3 or 4 examples
 UNEVEN = partial(data, SIZES)
 FULL_STEPS = partial(data, SIZES, drop_last=True)  # local steps on full batches, full gradients on all examples
 PLAIN = partial(torch.optim.SGD, lr=0.05)
@@ -37,21 +37,21 @@ class Wide(Ordinary):
 
 
 class Flat(Wide):
-    """Sees pictures, and reshapes them by a number that depends on the examples."""
+    """Reshapes its input to pictures and back, with the number of examples in the shape."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.view(len(x), 1, 2, 3).flatten(1))
 
 
 class BySize(Wide):
-    """Is another network for each number of examples."""
+    """Scales its input by a factor that depends on the number of examples."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x * (1 + len(x) / 10))
 
 
 class Words(Ordinary):
-    """Its layers see the features of all examples one after the other, each as an example of its own."""
+    """Passes each feature of each example to its layers as a separate example."""
 
     def __init__(self, optimizer: Any = None) -> None:
         super().__init__(optimizer)
@@ -63,7 +63,7 @@ class Words(Ordinary):
 
 
 def both(make: Callable[..., Any] = Wide, datamodule: Any = FULL_STEPS, chunk_size: int = 1, **options: Any) -> None:
-    """Run Mime in both engines, and compare everything."""
+    """Run Mime in both engines, and compare all results."""
     options = {"algorithm": Mime(SGDm()), **options}
     vectorized = run("vectorized", partial(make, DECAYED), datamodule, chunk_size=chunk_size, **options)
     assert_agree(run("sequential", partial(make, DECAYED), datamodule, **options), vectorized)
@@ -93,7 +93,7 @@ def test_full_gradients_use_all_examples_regardless_of_local_steps(options: dict
 
 
 class Centered(Ordinary):
-    """Its loss is no mean over examples."""
+    """Its loss is not a mean over examples."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -104,7 +104,7 @@ class Centered(Ordinary):
 
 
 class Larger(Ordinary):
-    """Its loss is another one for batches that are larger than those of local epochs."""
+    """Its loss differs for batches that are larger than those of local epochs."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -114,7 +114,7 @@ class Larger(Ordinary):
 
 
 class Later(Larger):
-    """Its loss changes from the second round on."""
+    """Its loss changes from the third round on."""
 
     is_late = False
 
@@ -126,7 +126,7 @@ class Later(Larger):
 
 
 class Switching(Wide):
-    """A network of linear layers first, then a convolution, and linear layers again."""
+    """Uses linear layers in the first and third rounds, and a convolution in the second."""
 
     is_odd = False
 
@@ -147,7 +147,7 @@ def test_engines_agree_on_non_mean_and_changing_losses(make: Any) -> None:
 
 
 def ignoring(share: float) -> FederatedDataModule:
-    """Clients some of whose targets are to be ignored."""
+    """Return clients with targets to ignore."""
     stream = torch.Generator().manual_seed(5)
     sets = []
     for size in SIZES:
@@ -164,7 +164,7 @@ def test_ignored_targets_are_weighted_as_in_full_batches() -> None:
 
 
 class OfTheFirst(Ordinary):
-    """Has the loss of all examples, and the gradient of the first few."""
+    """Has the loss of all examples, but the gradient of only the first few."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         out = self(batch[0])
@@ -173,7 +173,7 @@ class OfTheFirst(Ordinary):
 
 
 class Clamped(Ordinary):
-    """Clamps the gradient of what comes out of it, so that those of batches do not add up to that of all."""
+    """Clamps its output's gradient, so the gradients of batches do not add up to the full-batch gradient."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         out = self(batch[0])

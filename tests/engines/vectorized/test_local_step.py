@@ -1,4 +1,4 @@
-"""A second gradient at a point that a method makes anew in every step: where it is taken, on what, and how often."""
+"""Second gradients at a point that a method computes in every step: the point, the batch, and the count."""
 
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ RHO, LR = 0.2, 0.1
 
 
 class Everything(Algorithm):
-    """Reads all that there is: states of server, client and round, the rate, and norms of whole vectors."""
+    """Reads all available values: states of server, client and round, the rate, and norms of whole vectors."""
 
     uses_path_gradient = False
 
@@ -98,7 +98,7 @@ def test_engines_agree(name: str, chunk_size: int, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("groups", few(["one", "two"], ["two"]))
 def test_steps_match_the_formula(engine: str, groups: str) -> None:
-    """One client, three full batches, by hand: the norm is over all parameters, decay belongs to both gradients."""
+    """A hand-written loop gives the same: the norm covers all parameters, and both gradients include weight decay."""
     make = Ordinary if groups == "one" else TwoRates
     algorithm = FedSAM(RHO, eps=0.05)
     t = run(engine, make, partial(data, (6,), 6), algorithm=algorithm, clients_per_round=1, local_steps=3, max_rounds=1)
@@ -128,7 +128,7 @@ def test_steps_match_the_formula(engine: str, groups: str) -> None:
 
 
 class Twice(Algorithm):
-    """Takes the second gradient where the first one is; the step is ``factor`` times one minus the other."""
+    """Takes the second gradient at the same point. Both are equal, so the step is ``keep`` times the gradient."""
 
     def __init__(self, keep: float) -> None:
         self.keep = keep
@@ -155,7 +155,7 @@ class Noisy(Ordinary):
         return loss
 
 
-EVEN = partial(data, (14, 8, 20, 6, 16, 10))  # no batch of a single example, which has no statistics
+EVEN = partial(data, (14, 8, 20, 6, 16, 10))  # no batch has a single example, which has no statistics
 UNNORMED = partial(Ordinary, dropout=0.5)
 ENGINES = [("sequential", None), ("vectorized", 1), ("vectorized", 4)]
 
@@ -168,7 +168,7 @@ def test_both_gradients_of_a_batch_use_the_same_masks(engine: str, chunk_size: i
     options = {"algorithm": Twice(0.0), "chunk_size": chunk_size, "local_epochs": 2}
     undecayed = partial(torch.optim.SGD, lr=LR)
     t = run(engine, lambda: _with(make(), undecayed), EVEN, **options)
-    torch.testing.assert_close(t.fit_loop.state.x, before, rtol=0, atol=1e-15)  # which the mean of equals rounds
+    torch.testing.assert_close(t.fit_loop.state.x, before, rtol=0, atol=1e-15)  # the mean of equal models rounds
 
 
 def _with(model: Any, build: Any) -> Any:
@@ -184,7 +184,7 @@ def test_second_gradient_has_no_side_effects(engine: str, chunk_size: int | None
     plain, twice = (run(engine, make, EVEN, algorithm=a, **options) for a in (FedAvg(), Twice(1.0)))
     twice.callback_metrics["round/gradients"] /= 2
     assert_agree(plain, twice, rtol=0 if engine == "sequential" else 1e-12, metrics=1e-12)
-    assert (len(state_of(plain)) > 1) == (engine == "sequential")  # it has buffers there
+    assert (len(state_of(plain)) > 1) == (engine == "sequential")  # only the sequential engine's module has buffers
 
 
 def test_second_gradient_is_counted() -> None:

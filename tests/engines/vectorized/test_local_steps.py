@@ -1,4 +1,4 @@
-"""Whole local steps are traced where they can be, and are the method's own."""
+"""Local steps are traced as a whole if possible, and match the method's."""
 
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ DECAYED = partial(torch.optim.SGD, lr=0.05, weight_decay=0.01)
 
 @pytest.fixture
 def steps_taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of examples of traced batches, in order."""
+    """Record the numbers of examples of traced batches, in order."""
     sizes: list[int] = []
     call = Trace.__call__
 
@@ -68,7 +68,7 @@ def test_smaller_batches_are_traced_when_the_graph_is_the_same(steps_taken: list
 
 
 class Reshaping(Ordinary):
-    """Reshapes batches by numbers that depend on their examples."""
+    """Reshapes batches to shapes that contain the number of examples."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(torch.cat([x.view(len(x), 2, 3), x.new_zeros(len(x), 1, 3)], 1).flatten(1)[:, :6])
@@ -87,7 +87,7 @@ def test_smaller_batches_are_traced_when_only_batch_size_differs(algorithm: Algo
 
 @pytest.fixture
 def passed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For every full-batch gradient, whether it was traced."""
+    """Record whether each full-batch gradient was traced."""
     found: list[bool] = []
     of_one = FullGradients.of_one
 
@@ -103,7 +103,7 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("full", [3, 64])
 def test_full_batches_are_traced_when_only_batch_size_differs(full: int, passed: list[bool]) -> None:
-    batches = partial(data, (14, 8, 11, 6, 9, 5), full_batch_size=full)  # of which none leaves a single example
+    batches = partial(data, (14, 8, 11, 6, 9, 5), full_batch_size=full)  # no batch has a single example
     options = {"make": Reshaping, "datamodule": batches, "algorithm": FedDane(mu=0.1)}
     runs = [run(engine, **options, **more) for engine, more in ENGINES]
     assert passed
@@ -124,12 +124,12 @@ class SizedLoss(Ordinary):
 @pytest.mark.thorough
 def test_smaller_batches_run_untraced_when_the_graph_differs(steps_taken: list[int]) -> None:
     runs = [run(engine, SizedLoss, datamodule=UNEVEN, algorithm=Mime(SGDm()), **more) for engine, more in ENGINES]
-    assert set(steps_taken) == {1, 4}  # of a single example there is a graph of its own
+    assert set(steps_taken) == {1, 4}  # a batch of one example has a different graph
     assert_agree(*runs)
 
 
 class SizedPenalty(Ordinary):
-    """Its gradient at the anchor has a part that depends on the number of examples alone."""
+    """Its gradient at the anchor has a part that depends only on the number of examples."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -141,14 +141,14 @@ class SizedPenalty(Ordinary):
 
 @pytest.mark.thorough
 def test_step_constants_are_kept_per_batch_size() -> None:
-    batches = partial(data, (7, 11, 7, 15, 8, 11))  # of four and of three examples
+    batches = partial(data, (7, 11, 7, 15, 8, 11))  # batches of four and of three examples
     options = {"datamodule": batches, "algorithm": Mime(SGDm()), "local_epochs": 2}
     runs = [run(engine, SizedPenalty, **options, **more) for engine, more in ENGINES]
     assert_agree(*runs)
 
 
 class Threshold(Ordinary):
-    """Its loss is another one for large batches, which small ones do not show."""
+    """Its loss differs for large batches, which small ones do not show."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -164,7 +164,7 @@ def test_size_that_changes_the_loss_is_detected_when_first_seen() -> None:
 
 
 class Shifted(Algorithm):
-    """A correction with a hyper-parameter."""
+    """A correction with a hyperparameter."""
 
     def __init__(self, shift: float = 0.1) -> None:
         self.shift = shift
@@ -188,7 +188,7 @@ def test_hyper_parameter_change_between_rounds_takes_effect() -> None:
 
 
 class LooksAtNumbers(Algorithm):
-    """A correction that takes a number out of a tensor, which a trace cannot hold."""
+    """A correction that reads a number from a tensor, which a trace cannot record."""
 
     def correct(self, g: Tensor, y: Tensor, step: Any) -> Tensor:
         return g * (2.0 if float(step.lr) > 0 else 0.5)
@@ -202,7 +202,7 @@ def test_correction_that_cannot_be_traced_runs_untraced(steps_taken: list[int]) 
 
 
 class Spare(Ordinary):
-    """Has a layer that no loss depends on, which momentum and decay must leave alone, and cannot be traced."""
+    """Cannot be traced, and has an unused layer that momentum and decay must not change."""
 
     def __init__(self) -> None:
         super().__init__(partial(torch.optim.SGD, lr=0.1, momentum=0.5, weight_decay=0.1))

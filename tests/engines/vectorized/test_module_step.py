@@ -1,4 +1,4 @@
-"""A trace serves batches of several sizes: what depends on the size is that of each batch, in loss and logs."""
+"""A trace serves batches of several sizes: losses and logs that depend on the size match each batch."""
 
 import warnings
 from collections.abc import Callable
@@ -24,7 +24,7 @@ OPTIONS = {"datamodule": REMAINDERS, "clients_per_round": 7, "max_rounds": 2}
 
 
 class Stepping(Ordinary):
-    """Lets a function make the loss of its output, and log."""
+    """Computes its loss and logs with a function of its output."""
 
     def __init__(self, body: Body) -> None:
         super().__init__(partial(torch.optim.SGD, lr=0.05))
@@ -35,7 +35,7 @@ class Stepping(Ordinary):
 
 
 def both(body: Body, algorithm: Any = None, **options: Any) -> tuple[Any, Any]:
-    """Run both engines, and compare state, metrics and every client's report; return the trainers."""
+    """Run both engines, compare state, metrics and every client's report, and return the trainers."""
     runs, reports = [], []
     also, chunk_size = options.pop("also", ()), options.pop("chunk_size")
     for engine, own in (("sequential", {}), ("vectorized", {"chunk_size": chunk_size})):
@@ -201,7 +201,7 @@ def test_numbers_that_depend_on_size_agree_for_other_methods(name: str, algorith
     both(BODIES[name], algorithm, chunk_size=1)
 
 
-# What changes from round to round, and not the loss
+# Changes between rounds that do not affect the loss
 
 HIDDEN = {"scale": 1}
 
@@ -249,7 +249,7 @@ def test_step_that_logs_differently_from_its_trace_is_retraced(body: Body, what:
 
 
 def test_every_trace_is_checked_every_round() -> None:
-    """A trace that is made in a round proves nothing of one that was made before."""
+    """Checking a trace made in this round does not validate an earlier one."""
 
     def sampler(seed: int, round: int) -> list[int]:
         return [1, 0] if round else [0]
@@ -290,4 +290,4 @@ def test_shared_trace_runs_untraced_for_sizes_where_it_is_wrong(monkeypatch: pyt
     both(BODIES["evened"], chunk_size=1, **options)
     assert seen.count(17) == 6
     assert seen.count(4) == 2
-    assert seen.count(5) == 1  # found to be wrong there
+    assert seen.count(5) == 1  # the check fails for this size

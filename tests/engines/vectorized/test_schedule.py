@@ -1,4 +1,4 @@
-"""Clients that do not wait for each other: every one takes its own steps in order, and ends where it ends alone."""
+"""Clients that do not wait for each other: each takes its own steps in order, with the same result as alone."""
 
 import math
 from collections.abc import Sequence
@@ -28,13 +28,13 @@ from tests.helpers.engines import Ordinary, Record, assert_agree, run, state_of
 from tests.helpers.selection import covering
 from tests.helpers.training import CLASSES, classification, same
 
-SIZES = (13, 8, 21, 3, 16, 9, 34)  # in batches of four: none full, a smaller last one, none smaller
+SIZES = (13, 8, 21, 3, 16, 9, 34)  # batches of four: no full one (3), a smaller last one (13), or only full ones (8)
 WHOLE = (12, 8, 20, 4, 16, 8, 32)
 LOCAL = [name for name, method in METHODS.items() if method.algorithm.local_work]
 
 
 def cut(sizes: Sequence[int] = SIZES, spoil: int | None = None, **options: Any) -> FederatedDataModule:
-    """Return clients of these sizes that are cut out of the same tensors."""
+    """Return clients of these sizes, cut from the same tensors."""
     x, y = classification(sum(sizes), 5).tensors
     rows = [part.numpy() for part in torch.arange(sum(sizes)).split(list(sizes))]
     if spoil is not None:
@@ -46,12 +46,12 @@ def cut(sizes: Sequence[int] = SIZES, spoil: int | None = None, **options: Any) 
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """How many clients took each step, and from which row of the chunk on."""
+    """Record each step's number of clients, and its first row in the chunk."""
     found: list[tuple[int, int]] = []
 
     def noted(sizes: Any, full: int) -> Any:
         for step in interleaved(sizes, full):
-            if full > 1:  # it is 1 where all step together
+            if full > 1:  # 1 if all clients step together
                 found.append((len(step.at), step.clients.start))
             yield step
 
@@ -103,7 +103,7 @@ def test_engines_agree_on_work_of_any_length(work: str, algorithm: Any, taken: l
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("size", [16, 7])  # full batches; a smaller one each
+@pytest.mark.parametrize("size", [16, 7])  # 16: only full batches, 7: one smaller batch each
 def test_clients_with_equal_examples_take_every_step_together(size: int, taken: list[Any]) -> None:
     options = {"datamodule": partial(cut, (size,) * 6), "algorithm": Scaffold(), "local_epochs": 2}
     assert_agree(run("sequential", **options), run("vectorized", **options))
@@ -114,7 +114,7 @@ def test_clients_with_equal_examples_take_every_step_together(size: int, taken: 
 def test_drop_last_leaves_only_small_clients_with_separate_batches(taken: list[Any]) -> None:
     options = {"datamodule": partial(cut, drop_last=True), "clients_per_round": 7, "max_rounds": 1}
     assert_agree(run("sequential", **options), run("vectorized", **options))
-    # 34, 21, 16, 13, 9, 8 and 3 examples: 8, 5, 4, 3, 2, 2 and 0 full batches, and the last one's only batch
+    # 34, 21, 16, 13, 9, 8 and 3 examples: 8, 5, 4, 3, 2, 2 and 0 full batches. The last client keeps its only batch.
     assert taken == [
         (1, 6), (6, 0), (6, 0), (4, 0), (3, 0), (2, 0), (1, 0), (1, 0), (1, 0),
     ]  # fmt: skip
@@ -140,7 +140,7 @@ def test_untraced_steps_match_sequential_engine(monkeypatch: pytest.MonkeyPatch,
 
 
 class Logs(Ordinary):
-    """Logs a parameter, and a part of one, which change with the next step."""
+    """Logs a parameter, and an element of one, which change with the next step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = F.cross_entropy(self(batch[0]), batch[1])
@@ -154,7 +154,7 @@ class Logs(Ordinary):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("dropout", "chunk_size"), covering([0.0, 1e-9], [6, 1]))  # traced, and not
+@pytest.mark.parametrize(("dropout", "chunk_size"), covering([0.0, 1e-9], [6, 1]))  # 0.0 is traced, 1e-9 is not
 def test_logged_parameter_has_its_value_during_the_step(dropout: float, chunk_size: int) -> None:
     options = {"datamodule": partial(cut, WHOLE), "clients_per_round": 6, "max_rounds": 1}
     make = partial(Logs, dropout=dropout)
@@ -191,7 +191,7 @@ def test_every_client_takes_every_step_once_and_in_order(batches: list[list[int]
 
 
 def group(length: int, examples: int = 4, dtype: torch.dtype = torch.float32) -> BatchGroup:
-    """Return two clients' batches of so many examples of a length."""
+    """Return two clients' batches, with examples of this length."""
     return BatchGroup((0, 1), [torch.zeros(2, examples, length, dtype=dtype)], list, examples, 0, kind=length)
 
 
@@ -207,7 +207,7 @@ def test_shape_recurs_from_its_second_occurrence() -> None:
 
 def test_rare_shape_does_not_recur() -> None:
     lengths = [*range(100, 120), 5, 5, 5]
-    assert noted(lengths) == [False] * 22 + [True]  # the third of 23 is one in eight
+    assert noted(lengths) == [False] * 22 + [True]  # 3 of 23 is more than one in eight
 
 
 def test_smaller_last_batches_count_as_full_batches() -> None:
@@ -280,7 +280,7 @@ def texts(longest: int) -> FederatedDataModule:
     return FederatedDataModule(own, batch_size=4, collate_fn=padded)
 
 
-TRACES = {4000: (0, 1), 8: (1, 4)}  # how few and how many, by the longest text
+TRACES = {4000: (0, 1), 8: (1, 4)}  # minimum and maximum number of traces, by the longest text
 
 
 @pytest.mark.thorough
@@ -321,12 +321,12 @@ def test_resumed_run_traces_the_same_steps(tmp_path: Any) -> None:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many clients each trace of several was made with."""
+    """Record the number of clients with which each trace of several clients is made."""
     found: list[int] = []
     split = Traces._split
 
     def noted(self: Traces, function: Any, tensors: Any, *args: Any, **options: Any) -> Any:
-        if tensors[0].ndim == 3:  # the first weights of several
+        if tensors[0].ndim == 3:  # stacked weights of several clients
             found.append(len(tensors[0]))
         return split(self, function, tensors, *args, **options)
 
@@ -345,7 +345,7 @@ def test_one_trace_serves_any_number_of_clients(algorithm: Any, made: list[int],
     assert_agree(*(run(engine, algorithm=algorithm, **OPTIONS) for engine in ("sequential", "vectorized")))
     assert made == [5, 7]
     assert {9, 8, 6, 4, 2} <= set(steps)
-    assert len(steps) == 3 * (7 + 5)  # the full batches of all at work, and five smaller ones
+    assert len(steps) == 3 * (7 + 5)  # per round: 7 steps of full batches, and 5 of smaller ones
 
 
 @pytest.mark.thorough
@@ -374,7 +374,7 @@ def test_only_full_chunk_steps_are_traced_without_a_general_trace(
     steps.clear()
     monkeypatch.setattr(traces, "generalize", lambda *args: False)
     assert_agree(expected, run("vectorized", algorithm=algorithm, **OPTIONS))
-    assert made == [5, 7, 9]  # tried with two numbers, once
+    assert made == [5, 7, 9]  # the general trace is tried only once, with 5 and 7 clients
     assert max(steps) == 9
 
 

@@ -1,4 +1,4 @@
-"""What a step leaves behind: "vectorized" refuses it by name, and "auto" does as the sequential engine does."""
+"""Side effects of a step: "vectorized" rejects them by name, and "auto" falls back to the sequential engine."""
 
 import argparse
 import random
@@ -27,14 +27,14 @@ OTHERS = {"count": 0, "calls": 0}
 
 
 class Meter:
-    """A running mean as people write it."""
+    """A hand-written running mean."""
 
     def __init__(self) -> None:
         self.mean, self.count = 0.0, 0
 
 
 class Layer(nn.Module):
-    """A submodule with a buffer, an attribute, and a parameter that is not trained."""
+    """A submodule with a buffer, an attribute, and an untrained parameter."""
 
     seen_by_all: list[int] = []
 
@@ -47,7 +47,7 @@ class Layer(nn.Module):
 
 
 class Leaves(Ordinary):
-    """Lets a function leave something behind in every step."""
+    """Calls a function with side effects in every step."""
 
     kinds = 0
 
@@ -74,7 +74,7 @@ class Leaves(Ordinary):
 
 
 def setting(path: str, value: Callable[[Any], Any]) -> Callable[..., None]:
-    """Return a function that assigns an attribute of a module, made of its value before."""
+    """Return a function that sets an attribute of a module to a function of its old value."""
     *owners, name = path.split(".")
 
     def then(module: Any, loss: Tensor) -> None:
@@ -87,7 +87,7 @@ def setting(path: str, value: Callable[[Any], Any]) -> Callable[..., None]:
 
 
 def calling(path: str, *arguments: Any) -> Callable[..., None]:
-    """Return a function that calls something of a module."""
+    """Return a function that calls a method of a module."""
 
     def then(module: Any, loss: Tensor) -> None:
         owner = module
@@ -211,7 +211,7 @@ LATER = [
 
 
 def everything(module: nn.Module) -> Any:
-    """Return what a module holds, as plain values."""
+    """Return the module's whole state as plain values."""
     tensors = {name: value.tolist() for _, part in parts_of(module) for name, value in part._buffers.items()}
     m: Any = module
     held = (list(m.recent), len(m.losses), m.notes["all"]["n"][0], vars(m.meter), m.ema.tolist(), m.kinds)
@@ -229,7 +229,7 @@ def test_side_effects_of_a_step_are_rejected(name: str, monkeypatch: pytest.Monk
     module, untouched = Leaves(then), Leaves(then)
     with pytest.raises(FederatedError, match=f"cannot take Leaves.training_step: .*({what}).*engine='sequential'"):
         trainer(engine="vectorized").fit(module, data())
-    if name != "a removed buffer":  # which everything() would list at another place
+    if name != "a removed buffer":  # everything() would list it in another place
         assert everything(module) == everything(untouched)
 
 
@@ -289,7 +289,7 @@ def count_elsewhere(module: Any, loss: Tensor) -> None:
 
 
 class Drifting(Ordinary):
-    """Its loss depends on how often it was called, which nothing of it shows."""
+    """Its loss depends on the number of calls, which none of its attributes show."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         OTHERS["calls"] += 1
@@ -304,7 +304,7 @@ def test_step_that_is_not_repeatable_is_rejected() -> None:
 
 
 class Pulled(Ordinary):
-    """Is pulled towards what it calls the weights at the start of a round, of which it keeps no copy."""
+    """Is pulled towards its weights at the start of a round, but keeps only views of them."""
 
     def __init__(self) -> None:
         super().__init__(partial(torch.optim.SGD, lr=0.1))
@@ -319,14 +319,14 @@ class Pulled(Ordinary):
 
 
 def test_view_of_parameters_made_by_a_hook_is_rejected() -> None:
-    """In a plain loop it follows a client's own weights; several clients at once have only the server's there."""
+    """In a plain loop it follows a client's weights. With several clients at once, it holds only the server's."""
     with pytest.raises(FederatedError, match=r"its attribute 'start' is in the memory of the parameters.* clone\(\)"):
         run("vectorized", Pulled)
     assert torch.equal(state_of(run("auto", Pulled))["x"], state_of(run("sequential", Pulled))["x"])
 
 
 class Notes(Ordinary):
-    """Notes something in its first step, as a classifier of Hugging Face notes the kind of its labels."""
+    """Stores a value in its first step, as Hugging Face classifiers store the kind of their labels."""
 
     def __init__(self, noted: Callable[..., Any], weight: float = 1.0) -> None:
         super().__init__(dropout=0.5 if weight != 1.0 else 0.0)
@@ -435,7 +435,7 @@ FIXED: dict[str, tuple[Any, float, str]] = {
 def test_random_numbers_shared_by_all_clients_are_rejected(name: str) -> None:
     noise, dropout, reason = FIXED[name]
     with torch.random.fork_rng():
-        torch.manual_seed(0)  # as the module itself does
+        torch.manual_seed(0)  # the module sets the same seed
         refused(partial(Fixed, noise, dropout), reason)
 
 
@@ -447,7 +447,7 @@ def test_default_generator_can_be_passed_explicitly() -> None:
 
 
 class Requires(Ordinary):
-    """Asks for gradients of a state that it makes itself."""
+    """Calls ``requires_grad_`` on a tensor that it creates."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x + torch.zeros(len(x), 1).requires_grad_().detach())
@@ -462,7 +462,7 @@ class Converts(Ordinary):
 
 
 class Reversed(torch.autograd.Function):
-    """Reverses the gradient, as domain-adversarial training does, in the older form of PyTorch."""
+    """Reverses the gradient, as domain-adversarial training does, with the older form of autograd.Function."""
 
     @staticmethod
     def forward(context: Any, x: Tensor) -> Tensor:
@@ -474,7 +474,7 @@ class Reversed(torch.autograd.Function):
 
 
 class ReversedForAll(torch.autograd.Function):
-    """The same, in the form that takes several clients, but without a rule for them."""
+    """Does the same in the form that supports several clients, but without a rule for them."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -521,7 +521,7 @@ def test_common_vmap_errors_explain_their_cause(make: Any, reason: str) -> None:
 
 
 class Harmless(Leaves):
-    """Reads all that it has, and leaves it as it is; an attribute that is not there until a step makes it None, too."""
+    """Reads all its state without changing it, except for missing attributes that a step sets to None."""
 
     def __init__(self) -> None:
         super().__init__(lambda module, loss: None)
@@ -562,7 +562,7 @@ def test_snapshot_detects_an_object_replaced_at_the_same_address() -> None:
     module = nn.Linear(2, 2)
     module.own = torch.zeros(1)
     before = Snapshot([("", module)])
-    for _ in range(10):  # the memory of the first one is free to be taken again, if nobody keeps it
+    for _ in range(10):  # the allocator may reuse the first tensor's memory if nothing holds it
         module.own = None
         module.own = torch.zeros(1)
         assert before.changed() == ("attribute", "own")
