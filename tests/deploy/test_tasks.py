@@ -123,7 +123,7 @@ def test_tasks_that_the_site_trainer_would_not_run_are_rejected(site: FederatedS
     with pytest.raises(FederatedError, match=words):
         site.answer(message)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["site"]
-    assert site.answer(task()).header["report"]["steps"] == STEPS  # and goes on
+    assert site.answer(task()).header["report"]["steps"] == STEPS  # and the site continues
 
 
 plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
@@ -157,7 +157,7 @@ def test_arbitrary_message_is_either_answered_or_rejected(
 @pytest.mark.parametrize(
     ("options", "right", "wrong"),
     [
-        ({"local_epochs": None, "local_steps": 5}, [15], [14, 16]),  # every round takes as many
+        ({"local_epochs": None, "local_steps": 5}, [15], [14, 16]),  # every round takes 5 steps
         ({"local_epochs": 2}, [0, 15, 3 * 2**20], [-1, 3 * 2**20 + 1]),
     ],
 )
