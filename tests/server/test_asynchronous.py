@@ -1,4 +1,4 @@
-"""Asynchronous runs: against a plain program, and what they must be where nobody is late."""
+"""Asynchronous runs: against a plain program, and against synchronous runs if no client is late."""
 
 import weakref
 from collections import Counter
@@ -286,7 +286,7 @@ def test_simulated_time_continues_in_a_resumed_run(asynchronous: Asynchronous | 
     assert resumed.seconds == whole.seconds > 0
 
 
-# ---------------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(

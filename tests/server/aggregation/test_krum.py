@@ -1,4 +1,4 @@
-"""Krum, Multi-Krum and Bulyan: by hand, against a reference in NumPy, what bad clients can do, and what is refused."""
+"""Krum, Multi-Krum and Bulyan: hand computations, a NumPy reference, the influence of bad clients, and refusals."""
 
 import itertools
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from tests.helpers.training import data, fit, trainer
 
 
 def krum_choice(vectors: list[np.ndarray], f: int, neighbors: int) -> int:
-    """Return the position of Krum's choice; the first of equal scores."""
+    """Return the index of Krum's choice, which is the first of equal scores."""
     scores = []
     for i, v in enumerate(vectors):
         squares = sorted(float(np.sum((v - w) ** 2)) for j, w in enumerate(vectors) if j != i)
@@ -149,7 +149,7 @@ def test_result_stays_in_honest_range_with_tolerated_bad_clients(rule: Aggregato
     stream = torch.Generator().manual_seed(0)
     rows = torch.randn(11, 3, generator=stream, dtype=torch.float64)
     good = rows[2:].clone()
-    rows[:2] = length * torch.randn(3, generator=stream, dtype=torch.float64)  # they agree with each other
+    rows[:2] = length * torch.randn(3, generator=stream, dtype=torch.float64)  # the bad clients agree with each other
     found = combined(rule, rows)
     assert bool(((good.min(dim=0).values <= found) & (found <= good.max(dim=0).values)).all())
 
@@ -176,7 +176,7 @@ def test_engines_and_chunk_sizes_agree(algorithm: Any, rule: Aggregator) -> None
     assert_agree(run("sequential", **options), run("vectorized", chunk_size=3, **options))
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ refusals
 
 
 @pytest.mark.parametrize(
