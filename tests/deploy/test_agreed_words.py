@@ -278,7 +278,7 @@ def test_server_cannot_probe_the_words_of_an_unshared_column(tmp_path: Path) -> 
     registration = next(task for task in sites.tasks if task.header["phase"] == "register" and task.client == "west")
     sites.kill()
     sites.shared["west"] = ["sex"]
-    for words in (["9", "10"], ["9", "10", "surgery"]):  # first without, then with all of the site's words
+    for words in (["9", "10"], ["9", "10", "surgery"]):  # lists without and with all of the site's words
         with pytest.raises(FederatedError, match=r"asks for the words of column 'ward', and the site of client 'west'"):
             sites.answer(replace(registration, header={**registration.header, "words": {"ward": words}}))
 

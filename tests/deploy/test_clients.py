@@ -173,7 +173,7 @@ def test_single_client_matches_simulation_bits_in_any_round_order(method: str, e
 
 
 class Skips(Net):
-    """Skips the last batch of an epoch, which is shorter than that of the trial step."""
+    """Skips the last batch of an epoch, which is shorter than the batch of the trial step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(batch, batch_idx) if len(batch[0]) > 1 else None

@@ -81,7 +81,7 @@ def test_site_process_stays_until_killed_or_its_parent_ends(site: Callable[..., 
     first.answer({"0": b"nothing"})
     second = pid_of(first.socket)
     assert second != pid
-    site(data="other").answer({"0": b"nothing"})  # another app replaces it, since a site's folder has at most one
+    site(data="other").answer({"0": b"nothing"})  # another app replaces it: a site's folder has one process
     third = pid_of(first.socket)
     assert third != second
     wait_for(lambda: not is_alive(second))

@@ -26,7 +26,7 @@ from tests.deploy.wire import SIZES, make_data, make_trainer, parameters
 
 CLIENT, RUN, OTHER = 2, "0123456789abcdef", "fedcba9876543210"
 MAKE = partial(make_trainer, "FedAvg")
-STEPS = 12  # of client 2: 22 examples in batches of 4, two local epochs
+STEPS = 12  # client 2 has 22 examples in batches of 4, and two local epochs
 
 
 def registration(make: Callable[[], Any] = MAKE, **header: Any) -> Message:

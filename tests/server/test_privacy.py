@@ -70,7 +70,7 @@ def private(**kwargs: Any) -> Any:
 def test_mean_divides_clipped_sums_by_the_expected_clients() -> None:
     aggregation = of_round(bound(probability=0.5, max_norm=2.0), clients=3)
     x = torch.zeros(2, dtype=torch.float64)
-    for i, message in enumerate(([6.0, 8.0], [0.0, 1.0], [-30.0, 40.0])):  # of norms 10, 1, 50
+    for i, message in enumerate(([6.0, 8.0], [0.0, 1.0], [-30.0, 40.0])):  # the norms are 10, 1, 50
         add_one(aggregation, i, 1, {"delta": torch.tensor(message, dtype=torch.float64)})
     want = torch.tensor([1.2 + 0.0 - 1.2, 1.6 + 1.0 + 1.6], dtype=torch.float64) / (0.5 * 10)
     means, models = aggregation.compute(x)

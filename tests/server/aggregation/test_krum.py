@@ -72,7 +72,7 @@ def test_rules_match_the_reference_implementation(
     rule: Aggregator, reference: Any, least: int, more: int, seed: int, scale: float
 ) -> None:
     rows = scale * np.random.default_rng(seed).standard_normal((least + more, 3))
-    rows[-1] *= 1e3  # one is far away
+    rows[-1] *= 1e3  # one client is far away
     found = combined(rule, torch.from_numpy(rows))
     np.testing.assert_allclose(found.numpy(), reference(rows), rtol=1e-12, atol=1e-12 * scale)
 
