@@ -1,4 +1,4 @@
-"""Client states in memory and on disk: the same bits, and every kept checkpoint can be resumed from."""
+"""Client states in memory and on disk have the same bits, and runs can resume from every kept checkpoint."""
 
 import errno
 import gc
@@ -37,7 +37,7 @@ SIZES = (14, 8, 22, 6, 16, 10)
 
 
 class Normed(Net):
-    """Buffers of floats and of whole numbers."""
+    """A network with floating-point and integer buffers."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -50,7 +50,7 @@ class WithAdam(Net):
 
 
 class Stop(FederatedCallback):
-    """Raises where a kill may strike: after a client's work in a round."""
+    """Raises where a kill may hit: after the second client's work in a round."""
 
     def __init__(self, round: int) -> None:
         self.round, self.ends = round, 0
@@ -79,7 +79,7 @@ Outcome = tuple[torch.Tensor, dict[int, dict[str, torch.Tensor]]]
 def run(
     where: str = "disk", module: type[Net] = Net, load: Path | None = None, save: Path | None = None, **kwargs: Any
 ) -> Outcome:
-    """Return the server parameters after a fit, and all kept states, on every process."""
+    """Fit, and return the server parameters and all kept states, on every process."""
     model = seeded(module)
     fitted = trainer(client_states=where, **kwargs)
     fitted.fit(model, data(sizes=SIZES), ckpt_path=load)
@@ -90,7 +90,7 @@ def run(
 
 
 def go_on(**kwargs: Any) -> None:
-    """Fit on from the last checkpoint, which may be that of the last round, where a blow came just after it."""
+    """Resume from the last checkpoint, which may be of the last round if the kill came right after it."""
     resumed = trainer(client_states="disk", algorithm=Scaffold(), **kwargs)
     resumed.fit(seeded(), data(sizes=SIZES), ckpt_path="last")
 
@@ -225,7 +225,7 @@ def test_run_directory_can_be_moved_as_a_whole(tmp_path: Path) -> None:
     (tmp_path / "far" / "away" / "link").symlink_to(moved)
     assert same(fit(load=tmp_path / "far" / "away" / "link" / "epoch=0.ckpt", max_rounds=4), alone)
     shutil.copy(moved / "epoch=0.ckpt", tmp_path / "c.ckpt")
-    shutil.copytree(tmp_path / "b" / "kept", tmp_path / "kept")  # both, to one folder
+    shutil.copytree(tmp_path / "b" / "kept", tmp_path / "kept")  # checkpoint and states, to one folder
     assert same(fit(load=tmp_path / "c.ckpt", **{**keeping(tmp_path), "max_rounds": 4}), alone)
     assert same(fit(load=tmp_path / "c.ckpt", max_rounds=4), alone)
 
@@ -338,7 +338,7 @@ def test_states_of_another_run_are_rejected(tmp_path: Path) -> None:
     strange.rename(mine)
     with pytest.raises(FederatedError, match=r"index.sqlite is damaged: it is not what was written there"):
         fit(load=tmp_path / "a.ckpt")
-    folder = StoreFolder(tmp_path / "client_states")  # which the refused run has left
+    folder = StoreFolder(tmp_path / "client_states")  # the refused run has released it
     folder.patience = 0.0
     folder.acquire()
     folder.lock.release()
@@ -557,7 +557,7 @@ def test_renamed_checkpoint_that_cannot_be_opened_keeps_its_states(
 @pytest.mark.parametrize("content", few([b"", b"SQLite format 3\0", b"damaged" * 999], [b"damaged" * 999]))
 def test_garbage_collection_keeps_a_corrupt_index_and_its_states(content: bytes, tmp_path: Path) -> None:
     fit(max_rounds=1, save=tmp_path / "a.ckpt", client_states_dir=tmp_path / "kept")
-    gc.collect()  # the run's store
+    gc.collect()  # closes the run's store
     (index,), states = (tmp_path / "kept").glob("*/index.sqlite"), states_files(tmp_path / "kept")
     whole = index.read_bytes()
     index.write_bytes(content)
@@ -570,7 +570,7 @@ def test_garbage_collection_keeps_a_corrupt_index_and_its_states(content: bytes,
 
 @pytest.fixture
 def two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder for stores of two runs of this process, and of one that was killed."""
+    """Return a folder for the stores of two runs of this process and of a killed run."""
     monkeypatch.setattr(client_states, "_RUNS", {RUN, OTHER})
     return tmp_path / "kept"
 
@@ -580,7 +580,7 @@ def shards(folder: Path) -> set[str]:
 
 
 def test_process_removes_its_own_shards_and_those_of_killed_runs(two_runs: Path) -> None:
-    first, second = disk_store(two_runs, is_shared=True), disk_store(two_runs, rank=1)  # the second is of a peer
+    first, second = disk_store(two_runs, is_shared=True), disk_store(two_runs, rank=1)  # the second belongs to a peer
     disk_store(two_runs, KILLED, rank=1)
     assert len(shards(two_runs)) == 3
     del first
@@ -619,7 +619,7 @@ def test_processes_ending_together_wait_for_each_other(two_runs: Path, monkeypat
 @pytest.mark.parametrize("strategy", ["clients", "ddp"])
 def test_states_move_from_one_process_to_two_and_back(tmp_path: Path, strategy: str) -> None:
     one, two, back = (keeping(tmp_path / name) for name in ("one", "two", "back"))
-    module = {"module": partial(Net, dropout=0.0)}  # processes of ddp draw other masks
+    module = {"module": partial(Net, dropout=0.0)}  # ddp processes draw other masks
     alone = fit("memory", **module, max_rounds=6)
     fit(**module, **{**one, "max_rounds": 2})
 
@@ -645,7 +645,7 @@ def test_concurrent_writes_survive_garbage_collection(tmp_path: Path, monkeypatc
     wanted, waited = StoreFolder._wanted, []
 
     def late(folder: StoreFolder, found: set[tuple[str, str]]) -> set[str]:
-        """Look at the checkpoints when the other process is in the next round, once."""
+        """Delay the first look at the checkpoints until the other process is in the next round."""
         before = states_files(folder.path)
         if os.environ["RANK"] == "0" and not waited:
             wait_until(lambda: states_files(folder.path) > before)
@@ -654,7 +654,7 @@ def test_concurrent_writes_survive_garbage_collection(tmp_path: Path, monkeypatc
 
     def work() -> list[bool]:
         monkeypatch.setattr(StoreFolder, "_wanted", late)
-        monkeypatch.setattr(Rounds, "_check_drawn", lambda *_: None)  # a barrier that the store does not rely on
+        monkeypatch.setattr(Rounds, "_check_drawn", lambda *_: None)  # the store does not rely on this barrier
         fit(**{**keeping(tmp_path), "max_rounds": 3}, clients_per_round=6, strategy="clients", devices=2)
         return waited
 
@@ -689,7 +689,7 @@ def test_each_process_can_read_its_states_until_it_drops_them(tmp_path: Path) ->
     def work() -> int:
         rank, dropped = int(os.environ["RANK"]), tmp_path / "dropped"
         both = {"strategy": "clients", "devices": 2, "clients_per_round": 6}
-        fitted = trainer(client_states="disk", algorithm=Scaffold(), max_rounds=1, **both)  # nothing is read in it
+        fitted = trainer(client_states="disk", algorithm=Scaffold(), max_rounds=1, **both)  # one round reads no states
         fitted.fit(seeded(), data(sizes=SIZES))
         if rank == 1:
             wait_until(dropped.exists)
@@ -706,7 +706,7 @@ def test_each_process_can_read_its_states_until_it_drops_them(tmp_path: Path) ->
 
 
 class Slow(TorchCheckpointIO):
-    """Takes longer to write its first file than rounds take."""
+    """Writes its first file more slowly than rounds run."""
 
     seconds = 0.5
 

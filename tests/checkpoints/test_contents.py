@@ -1,4 +1,4 @@
-"""Checkpoints load without running code, whatever a module, its data or a callback would have them hold."""
+"""Checkpoints load without running code, whatever a module, its data or a callback adds to them."""
 
 import argparse
 import enum
@@ -27,14 +27,14 @@ class Mode(enum.Enum):
 
 
 class Speed:
-    """The user's own, and no enum: Python 3.11.2 saves these through getattr, which no one can allow."""
+    """A user's class. It is not an enum, since Python 3.11.2 saves enums through getattr, which cannot be allowed."""
 
     def __init__(self, value: int) -> None:
         self.value = value
 
 
 class Other(Net):
-    """A module that is not the user's own: it keeps whatever it is made with."""
+    """A third-party module, which keeps all its arguments as hyperparameters."""
 
     def __init__(self, lr: float = 0.1, loss: nn.Module | None = None, extra: Any = None, names: Any = ()) -> None:
         loss = nn.CrossEntropyLoss() if loss is None else loss
@@ -185,7 +185,7 @@ def test_callbacks_with_omitted_state_start_fresh(tmp_path: Path) -> None:
 
 
 class Special(Other):
-    """Puts modules into its checkpoints itself, and wants them back, as pytorch-forecasting's models do."""
+    """Adds modules to its checkpoints and expects them back, as pytorch-forecasting's models do."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         special = {"loss": self.loss, "plain": 3}
@@ -217,7 +217,7 @@ def test_omitted_module_entries_come_from_the_module_on_resume(tmp_path: Path) -
 
 
 class Schedule(torch.optim.lr_scheduler.StepLR):
-    """Holds a function, which StepLR's own state would hold too."""
+    """Holds a function, which StepLR's own state would include."""
 
     def __init__(self, optimizer: Any) -> None:
         self.told = lambda: None
@@ -259,11 +259,11 @@ def test_forged_left_out_claims_are_ignored(tmp_path: Path) -> None:
 
 
 class Third(Other):
-    """As packages have them: the default of an argument is a module."""
+    """A third-party module with a module as a default argument."""
 
     def __init__(self, loss: nn.Module = nn.CrossEntropyLoss(), lr: float = 0.1) -> None:  # noqa: B008
         super().__init__(lr, loss)
-        self.hparams["criterion"] = loss  # on the command line, "loss" itself is the configuration of one
+        self.hparams["criterion"] = loss  # on the command line, "loss" is the configuration of a loss
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("test_loss", self.training_step(batch, batch_idx))
@@ -320,4 +320,4 @@ def test_tensors_with_extra_content_are_checked_for_safety(name: str) -> None:
 
 
 class Odd(torch.Tensor):
-    """A kind of tensor of the user's own."""
+    """A user's tensor class."""

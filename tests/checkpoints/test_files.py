@@ -1,4 +1,4 @@
-"""Checkpoint files are whole or not there, damage is named, and the newest sound one is offered."""
+"""Checkpoint files are complete or absent, damage is named, and the newest valid file is offered."""
 
 import errno
 import multiprocessing
@@ -25,7 +25,7 @@ from tests.helpers.training import Net, fit, same, seeded, trainer
 
 
 class Untrained(Net):
-    """A module that nobody may train."""
+    """A module that must not be trained."""
 
     def training_step(self, *_: Any) -> Any:
         pytest.fail("a client was trained")
@@ -227,12 +227,12 @@ def test_truncation_is_detected(tmp_path: Path) -> None:
 def test_torch_alone_accepts_a_changed_byte(tmp_path: Path) -> None:
     path = save(tmp_path / "a.ckpt")
     path.write_bytes(path.read_bytes().replace(torch.tensor([41.0]).numpy().tobytes(), b"\x01\x02\x03\x04"))
-    assert not same(torch.load(path, weights_only=True), CONTENT)  # which is why it is looked at before
+    assert not same(torch.load(path, weights_only=True), CONTENT)  # torch misses it, so the checksum is verified first
     assert "the checksum" in str(damage_of(path))
 
 
 def damage(path: Path) -> None:
-    """Change a byte in the middle of the largest entry: what is between the entries is not content."""
+    """Change a byte in the middle of the largest entry, since bytes between entries are not content."""
     with zipfile.ZipFile(path) as archive:
         entry = max(archive.infolist(), key=lambda info: info.file_size)
     content = bytearray(path.read_bytes())

@@ -1,4 +1,4 @@
-"""ckpt_path="last" goes on from the newest checkpoint of a run."""
+"""ckpt_path="last" continues from the newest checkpoint of a run."""
 
 import re
 import time
@@ -78,7 +78,7 @@ def test_last_without_a_checkpoint_starts_a_new_run(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_run_resumed_in_a_new_folder_knows_the_overall_best(tmp_path: Path) -> None:
     def keeping(place: str, rounds: int, **options: Any) -> ModelCheckpoint:
-        # the drift of later rounds is never as large as that of the first
+        # the first round has the largest drift
         keep = ModelCheckpoint(tmp_path / place, monitor="client/drift", mode="max", save_last=True, save_top_k=2)
         run(tmp_path, rounds, keep=keep, **options)
         return keep
@@ -118,7 +118,7 @@ def test_resumed_run_that_keeps_fewer_checkpoints_keeps_the_best(tmp_path: Path)
 @pytest.mark.thorough
 def test_resumed_run_finds_its_files_after_the_folder_is_moved(tmp_path: Path) -> None:
     def keeping(place: str, rounds: int, ckpt_path: Any = None) -> list[ModelCheckpoint]:
-        # the drift of later rounds is never as large as that of the first
+        # the first round has the largest drift
         best = ModelCheckpoint(tmp_path / place / "best", monitor="client/drift", mode="max", save_top_k=2)
         last = ModelCheckpoint(tmp_path / place / "last", save_last=True)
         run(tmp_path, rounds, keep=best, callbacks=[last], ckpt_path=ckpt_path)
@@ -218,7 +218,7 @@ def test_resumed_run_knows_the_best_weights_of_another_callback(tmp_path: Path) 
 
 
 class Evaluated(Net):
-    """Can be tested and asked for predictions, too."""
+    """Also supports testing and prediction."""
 
     test_step = Net.validation_step
 
@@ -227,7 +227,7 @@ class Evaluated(Net):
 
 
 def evaluate(stage: str, made: Any, ckpt_path: Any = "last") -> torch.Tensor:
-    """Return the parameters with which a checkpoint is evaluated by a trainer."""
+    """Return the parameters with which a trainer evaluates a checkpoint."""
     model = Evaluated()
     getattr(made, stage)(model, DataLoader(classification(8, 0), batch_size=4), ckpt_path=ckpt_path)
     return parameters(model)
@@ -255,7 +255,7 @@ def test_last_without_a_checkpoint_is_rejected_in_evaluation(stage: str, tmp_pat
 
 
 def test_best_of_the_newest_run_is_evaluated_after_a_move(tmp_path: Path) -> None:
-    keep = ModelCheckpoint(monitor="val_loss", mode="max", filename="{step}")  # not the last one
+    keep = ModelCheckpoint(monitor="val_loss", mode="max", filename="{step}")  # the best is not the last one
     options = {"default_root_dir": tmp_path / "runs", "enable_checkpointing": True}
     fitted = run(tmp_path / "runs", 3, keep=keep, default_root_dir=tmp_path / "runs")
     best = Path(fitted.checkpoint_callback.best_model_path)

@@ -1,4 +1,4 @@
-"""What does not fit a resumed run is named, and what makes no difference only warned of."""
+"""Mismatches with a resumed run are refused by name, and harmless differences cause a warning."""
 
 import warnings
 
@@ -23,7 +23,7 @@ def test_mismatch_errors_are_full_sentences(cause: str) -> None:
 @pytest.mark.parametrize("origin", [CHECKPOINT, EARLIER_FIT])
 def test_changed_work_warns_and_changed_parameters_or_data_raise(origin: object) -> None:
     saved = {"parameters": "a", "sizes": "b", "local_epochs": "1", "optimizer": "SGD", "gone": "x"}
-    compare_work(saved, {**saved, "optimizer": "Adam"}, True, origin)  # refused where its state is loaded
+    compare_work(saved, {**saved, "optimizer": "Adam"}, True, origin)  # loading its state raises instead
     with pytest.warns(UserWarning, match=r"local_epochs=1 \(.* has 2\). The run continues with"):
         compare_work(saved, {"local_epochs": "2"}, True, origin)
     with pytest.warns(UserWarning, match="other numbers of examples per client. The run continues with"):

@@ -1,4 +1,4 @@
-"""One of Lightning's two packages is in use, and what is of the other one is refused by name."""
+"""One of Lightning's two packages is in use, and objects of the other one are refused by name."""
 
 import os
 import subprocess
@@ -36,7 +36,7 @@ def test_environment_variable_decides_if_imports_do_not(imported: set[str], aske
 
 
 def test_installed_package_is_used_by_default() -> None:
-    assert choose(set(), None, lightning_is_installed=True)[0] == "lightning"  # with which the other one always comes
+    assert choose(set(), None, lightning_is_installed=True)[0] == "lightning"  # it always includes the other one
     assert choose(set(), None, lightning_is_installed=False)[0] == "pytorch_lightning"
 
 
@@ -57,7 +57,7 @@ def test_child_processes_inherit_the_package() -> None:
 
 def test_requested_but_missing_package_raises_with_an_install_hint(tmp_path: Path) -> None:
     path = Path(lightning_fed.__file__).with_name("compat") / "package.py"
-    probe = f"import runpy; runpy.run_path({str(path)!r})"  # alone, without PyTorch: 0.1 s
+    probe = f"import runpy; runpy.run_path({str(path)!r})"  # takes 0.1 s, since it skips PyTorch
     environment = {**os.environ, VARIABLE: OTHER, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(path.parents[2])])}
     (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules[{OTHER!r}] = None")
     done = subprocess.run([sys.executable, "-c", probe], env=environment, capture_output=True, text=True, timeout=60)
@@ -79,7 +79,7 @@ class Steps(of_the_other("Callback")):  # type: ignore[misc]
 
 
 class Brought(Steps, pl.Callback):
-    """One that has the hooks that Lightning calls before the first round."""
+    """A callback with the hooks that Lightning calls before the first round."""
 
 
 class OwnCallbacks(Net):

@@ -1,4 +1,4 @@
-"""Every private name of another package is listed, and is there in the installed versions."""
+"""Every private name of another package is listed, and exists in the installed versions."""
 
 import ast
 import importlib
@@ -22,9 +22,9 @@ LISTED = [(entry["owner"], name) for entry in TABLE for name in entry["names"].s
 NOT_PRIVATE = {
     *("_exit", "_fields", "_make", "_replace"),  # the documentation of Python has these
     "_abc_impl",  # Python sets it on classes of `abc`
-    *("_flat_weight", "_fork", "_spawn"),  # strings: how listed names begin, and names of strategies end
+    *("_flat_weight", "_fork", "_spawn"),  # strings: prefixes of listed names, and suffixes of strategy names
 }
-SHARED = {"_overrides"}  # which files of the package ask of each other
+SHARED = {"_overrides"}  # files of the package use these names of each other
 PACKAGES = ("torch", "torchmetrics", "argparse", "jsonargparse", *(n for names in NAMES.values() for n in names))
 
 
@@ -38,7 +38,7 @@ def found(path: str) -> Any:
 
 
 def has(path: str, name: str) -> bool:
-    """Whether a module or class has an attribute, or sets one: on its instances, or on what a function is given."""
+    """Return whether a module or class has an attribute, or sets it on its instances or on a function's arguments."""
     try:
         owner = found(path)
     except (AttributeError, ImportError):
@@ -71,7 +71,7 @@ def is_private(name: str) -> bool:
 
 
 def is_own(value: ast.expr) -> bool:
-    """Whether an object is of a class that the code is in."""
+    """Return whether an object is of the class that contains the code."""
     return ast.unparse(value) in ("self", "cls", "super()")
 
 
@@ -91,7 +91,7 @@ def defined(tree: ast.Module) -> set[str]:
 
 
 def used(tree: ast.Module, by_package: set[str]) -> Iterator[tuple[int, str]]:
-    """Yield the lines and the private names in a file that are of other packages.
+    """Yield the line and name of each use of another package's private name in a file.
 
     These are names of other objects that the file itself does not define, names of ``self`` that nothing in the package
     defines, and imported ones. A string that looks like such a name counts too.
@@ -115,12 +115,12 @@ def used(tree: ast.Module, by_package: set[str]) -> Iterator[tuple[int, str]]:
 
 
 def overridden() -> Iterator[tuple[str, str]]:
-    """Yield the classes of the package, and the private names of other packages that they replace."""
+    """Yield each class of the package with each private name of another package that it overrides."""
     for module in pkgutil.walk_packages([str(PACKAGE)], "lightning_fed."):
         if module.name.startswith(
             ("lightning_fed.deploy.flower", "lightning_fed.deploy.flare", "lightning_fed.__main__")
         ):
-            continue  # Flower and NVFlare may not be installed, and their public classes are all that is used
+            continue  # Flower and NVFlare may be missing, and these files use only their public classes
         for cls in vars(importlib.import_module(module.name)).values():
             if inspect.isclass(cls) and cls.__module__ == module.name:
                 bases = [base for base in cls.__mro__ if base.__module__.startswith(tuple(f"{p}." for p in PACKAGES))]

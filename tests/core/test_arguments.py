@@ -1,4 +1,4 @@
-"""Arguments are refused by name."""
+"""Invalid arguments are refused by name."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Buffers beside the parameter vector: reading, writing, averaging."""
+"""Buffers outside the parameter vector: reading, writing, averaging."""
 
 from itertools import permutations
 

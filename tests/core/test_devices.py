@@ -1,4 +1,4 @@
-"""What the library asks of a device, with modules of PyTorch that lack one thing or another."""
+"""The device functions, with PyTorch device modules that lack some features."""
 
 import re
 import weakref
@@ -104,7 +104,7 @@ def test_stream_is_the_default_generator_of_the_device_index(monkeypatch: pytest
     assert not torch.equal(devices.get_device_random_state(OTHER), state)
     devices.set_device_random_state(OTHER, state)
     assert torch.equal(torch.rand(3, generator=streams[1]), drawn)
-    devices.seed_device(torch.device("xpu"), 6)  # without an index, the current device's
+    devices.seed_device(torch.device("xpu"), 6)  # without an index: the current device
     assert streams[0].initial_seed() == 6
 
 
@@ -134,7 +134,7 @@ def test_device_without_a_random_stream_is_rejected(monkeypatch: pytest.MonkeyPa
 
 
 class Elsewhere(torch.Tensor):
-    """A tensor that is compared as on an accelerator."""
+    """A CPU tensor that is compared as if it were on an accelerator."""
 
     is_cpu = False  # type: ignore[assignment]
 

@@ -1,4 +1,4 @@
-"""A folder is flushed where the system lets it be."""
+"""A folder is flushed if the system allows it."""
 
 import os
 from pathlib import Path

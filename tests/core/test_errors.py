@@ -1,4 +1,4 @@
-"""Errors name what was found, and survive being sent to another process."""
+"""Errors keep their culprit, and survive the transfer to another process."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""The flat vector and the parameters that look at it."""
+"""The flat vector and the parameters that are views of it."""
 
 import copy
 from typing import Any

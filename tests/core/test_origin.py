@@ -1,4 +1,4 @@
-"""What a run continues from, and how its optimizers' options differ."""
+"""The origin of a continued run, and differences between optimizer options."""
 
 import torch
 from torch import nn

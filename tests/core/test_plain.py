@@ -1,4 +1,4 @@
-"""Options of any kind become values that checkpoints hold, and that are equal in another process."""
+"""Options of any kind become values that checkpoints can hold, and that are equal in another process."""
 
 import enum
 from functools import partial

@@ -14,7 +14,7 @@ from lightning_fed.core.rounds import ClientReport, RoundReport, Run
 def test_client_report_round_trips_through_pickle() -> None:
     report = ClientReport("a", 5, 3, 0.25, {"train_loss": 0.5}, 1.5, 0.125)
     assert pickle.loads(pickle.dumps(report)) == report
-    assert len(pickle.dumps([report] * 2)) < 300  # as a call, and not field by field
+    assert len(pickle.dumps([report] * 2)) < 300  # pickled as a call, not field by field
 
 
 def test_round_report_can_be_copied_and_pickled() -> None:

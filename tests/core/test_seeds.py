@@ -92,7 +92,7 @@ def test_seed_global_matches_library_seeds_except_for_numpy() -> None:
 
 
 def test_global_generators_draw_independently() -> None:
-    """Coins agree half of the time: a share of equal ones beyond 6 standard errors, 0.04 from a half, is a fault."""
+    """Two coins agree half of the time. The tolerance is 6 standard errors, or 0.04."""
     n, agree = 100, np.zeros(3)
     for client in range(n):
         seed_global(derive_seed(0, Purpose.TRAINING, 0, client))
@@ -118,7 +118,7 @@ def test_preserved_state_is_restored_even_after_an_error() -> None:
     expected = draws()
     seed_global(3)
     with preserved_random_state():
-        assert draws() == expected  # nothing is seeded on entry
+        assert draws() == expected  # entry does not seed anything
         draws()
     assert draws() == expected
     seed_global(3)

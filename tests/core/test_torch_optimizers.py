@@ -1,4 +1,4 @@
-"""What is known of the optimizers of ``torch.optim``."""
+"""Properties of the optimizers of ``torch.optim``."""
 
 import functools
 from typing import Any
@@ -38,7 +38,7 @@ def test_optimizers_that_cannot_take_an_injected_gradient_are_rejected() -> None
         refuse_unsupported(made(torch.optim.SGD, lr=0.1, maximize=True), "The local optimizer")
 
     class LBFGS(torch.optim.SGD):
-        """The user's own, of an unlucky name."""
+        """A user's optimizer with an unlucky name."""
 
     class Twice(torch.optim.SGD):
         def step(self, closure: Any) -> Any:  # type: ignore[override]
@@ -97,7 +97,7 @@ def test_only_sgd_without_momentum_is_plain() -> None:
 
 
 def with_gradients(**options: Any) -> torch.optim.SGD:
-    """SGD on three parameters in two groups, one of them without a gradient."""
+    """Return SGD on three parameters in two groups. The last parameter has no gradient."""
     stream = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(shape, generator=stream)) for shape in ((300, 40), (7,), (3, 5))]
     for p in params[:2]:
@@ -118,7 +118,7 @@ def test_single_call_plain_step_has_identical_bits() -> None:
             assert torch.equal(mine, its)
     loss = one.param_groups[0]["params"][0].square().sum()
     assert take_plain_step(one, has_decay=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # autograd knows of the step
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # autograd detects the step
         loss.backward()
 
 
@@ -151,7 +151,7 @@ def test_steps_with_hooks_or_overrides_are_left_to_the_optimizer(monkeypatch: py
         assert not take_plain_step(optimizer, has_decay=False)
         handle.remove()
     torch.optim.lr_scheduler.ConstantLR(optimizer)
-    assert take_plain_step(optimizer, has_decay=False)  # it only counts
+    assert take_plain_step(optimizer, has_decay=False)  # the scheduler only counts steps
     step = optimizer.step
     optimizer.step = functools.wraps(step)(lambda *args: step(*args))  # type: ignore[method-assign]
     assert not take_plain_step(optimizer, has_decay=False)
@@ -183,7 +183,7 @@ def test_decay_is_coupled_if_it_is_added_to_the_gradient() -> None:
         assert coupled_decay(optimizer, group) == (0.5 if is_coupled else 0.0), cls
 
     class Lars(torch.optim.SGD):
-        """Scales the gradient with its decay, which must not be in the gradient already."""
+        """Scales the gradient together with its decay, so the gradient must not contain the decay yet."""
 
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             pass

@@ -1,4 +1,4 @@
-"""A tracked state notes which entries are read."""
+"""A tracked state records which entries are read."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a base class sets is missed by name."""
+"""Attributes that a base class would have set are reported by name."""
 
 import copy
 import pickle

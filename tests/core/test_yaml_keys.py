@@ -1,4 +1,4 @@
-"""A key that comes twice in YAML is found, with its line."""
+"""A duplicate key in YAML is found, with its line."""
 
 import pytest
 import yaml

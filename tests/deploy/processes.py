@@ -1,4 +1,4 @@
-"""Processes that listen at a socket, as the tests look at them."""
+"""Helpers to inspect and await processes."""
 
 import socket
 import struct
@@ -11,7 +11,7 @@ import pytest
 
 
 def pid_of(path: Path) -> int:
-    """Return the process that listens at a socket."""
+    """Return the id of the process that listens on a socket."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.connect(str(path))
         pid: int = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]

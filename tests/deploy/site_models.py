@@ -1,4 +1,4 @@
-"""A module that a server and its sites make alike."""
+"""A module that the server and its sites build identically."""
 
 from typing import Any
 

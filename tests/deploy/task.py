@@ -1,4 +1,4 @@
-"""What an app of a user's would have: the functions that make trainer, model and data."""
+"""The functions of a user's app, which make its trainer, model and data."""
 
 import os
 from typing import Any

@@ -1,4 +1,4 @@
-"""Sites agree on the words of columns, so that all of them number words alike."""
+"""Sites agree on the words of columns, so that all of them number the words alike."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ pytestmark = needs_pyarrow
 
 
 class Sites:
-    """A transport to the sites of three hospitals with a file each, whose replies come in the order of ``order``."""
+    """A transport to the sites of three hospitals, each with its own file. Replies arrive in the order of ``order``."""
 
     def __init__(self, folder: Path, order: Sequence[str] = tuple(WARDS), make: Callable[[], Any] = MAKE) -> None:
         self.folder, self.order, self.make = folder, order, make
@@ -63,7 +63,7 @@ class Sites:
 
 
 def simulated(folder: Path) -> Any:
-    """Fit over one file with all rows, whose words are the sorted words of all sites."""
+    """Fit on one file with all rows. Its words are the sorted words of all sites."""
     write(folder / "all.csv", list(WARDS))
     module, data = model(), table(folder / "all.csv")
     MAKE().fit(module, data)
@@ -109,7 +109,7 @@ def test_sites_number_words_alike_in_any_order_and_after_kills(
         if task.header["round"] == 2:
             raise EndedError
         reply = killed.answer(task)
-        killed.kill()  # the next task finds a new process, which has the words on its disk
+        killed.kill()  # the next task starts a new process, which reads the words from its disk
         return reply
 
     killed.comes, first = ends, MAKE()
@@ -278,7 +278,7 @@ def test_server_cannot_probe_the_words_of_an_unshared_column(tmp_path: Path) -> 
     registration = next(task for task in sites.tasks if task.header["phase"] == "register" and task.client == "west")
     sites.kill()
     sites.shared["west"] = ["sex"]
-    for words in (["9", "10"], ["9", "10", "surgery"]):  # without and with all words that are there
+    for words in (["9", "10"], ["9", "10", "surgery"]):  # lists without and with all of the site's words
         with pytest.raises(FederatedError, match=r"asks for the words of column 'ward', and the site of client 'west'"):
             sites.answer(replace(registration, header={**registration.header, "words": {"ward": words}}))
 

@@ -1,4 +1,4 @@
-"""One client of a run trained while no fit runs, by tasks: the bits are those of the simulation."""
+"""A client that is trained by tasks outside a fit has the bits of the simulation."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -47,7 +47,7 @@ METHODS: dict[str, Algorithm] = {
 
 
 class Net(pl.LightningModule):
-    """A network with dropout, a buffer and a schedule by rounds."""
+    """A network with dropout and a schedule by rounds."""
 
     def __init__(self, schedule: Any) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Net(pl.LightningModule):
 
 
 class Site(FederatedDataModule):
-    """Knows the ids of all clients, and the data of some."""
+    """Has the ids of all clients, and the data of some."""
 
     def __init__(self, mine: Sequence[int] = range(len(SIZES))) -> None:
         super().__init__(batch_size=4)
@@ -97,7 +97,7 @@ def copied(state: Any) -> Any:
 
 @dataclass
 class Noted:
-    """One task of the simulation as one client saw it, and its reply."""
+    """A task of the simulation for one client, its reply, and the client state before and after."""
 
     task: Task
     before: dict[str, Tensor]
@@ -107,7 +107,7 @@ class Noted:
 
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[FederatedTrainer, list[Noted]]]:
-    """Return what runs a simulation, and returns what passed between its halves for one client."""
+    """Return a function that runs a simulation, and returns its trainer and one client's tasks and replies."""
 
     def run(client: int, fitted: FederatedTrainer, module: pl.LightningModule) -> tuple[FederatedTrainer, list[Noted]]:
         notes: list[Noted] = []
@@ -127,7 +127,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[FederatedT
                 if notes:
                     notes[-1].after = copied(trainer.fit_loop.state.clients.get(client))
 
-        monkeypatch.setattr(client_work, "_TOGETHER", 0)  # every client answers by itself
+        monkeypatch.setattr(client_work, "_TOGETHER", 0)  # every client answers alone
         monkeypatch.setattr(ClientWork, "answer", noting)
         fitted.callbacks.append(Keeps())
         fitted.fit(module, Site())
@@ -173,7 +173,7 @@ def test_single_client_matches_simulation_bits_in_any_round_order(method: str, e
 
 
 class Skips(Net):
-    """Skips the last batch of an epoch, which is shorter than that of the trial step."""
+    """Skips the last batch of an epoch, which is shorter than the batch of the trial step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(batch, batch_idx) if len(batch[0]) > 1 else None
@@ -195,7 +195,7 @@ def test_client_that_cannot_be_vectorized_restarts_sequentially() -> None:
 
 
 class Crowded(Net):
-    """Runs out of memory with several clients at once, once :data:`FITS` says so."""
+    """Runs out of memory with more clients at once than :data:`FITS` allows."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         take_memory(batch[0])
@@ -264,7 +264,7 @@ def test_metric_driven_schedule_requires_its_state() -> None:
         assert prepared.optimizer.param_groups[0]["lr"] == 0.1
 
 
-@pytest.mark.parametrize("method", few(METHODS, ["Scaffold-i"]))  # test_same_bits has the others
+@pytest.mark.parametrize("method", few(METHODS, ["Scaffold-i"]))  # test_same_bits.py covers the others
 def test_server_with_sites_matches_the_simulation(method: str) -> None:
     fitted, module = run_of(method, "sequential", clients_per_round=3), model()
     fitted.fit(module, Site())

@@ -1,4 +1,4 @@
-"""The app of a configuration, whatever carries its messages."""
+"""The app of a configuration, with any transport."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a fit does with what a transport yields: replies, second copies, stale ones, refusals, and silence."""
+"""The exchange of a fit with its clients: replies, second copies, stale replies, refusals, and silence."""
 
 import os
 import re
@@ -128,7 +128,7 @@ def test_unresponsive_clients_leave_the_round_with_drop(method: str, tmp_path: P
 
 
 def test_absent_clients_are_awaited_only_if_the_round_requires_them(tmp_path: Path) -> None:
-    """Of three that are absent one comes back, and the round can do without the other two only once it has replied."""
+    """One of three absent clients returns. The round can continue without the other two only after its reply."""
 
     class Absents(Wire):
         def exchange(self, tasks: Mapping[Any, Message], registrations: Mapping[Any, Message]) -> Iterator[Any]:
@@ -169,7 +169,7 @@ def test_round_does_not_continue_with_an_empty_cohort(tmp_path: Path) -> None:
 def test_client_with_an_invalid_reply_is_not_awaited_but_can_resend(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Stale messages do not end the wait: they may be of a transport that delivers twice."""
+    """Stale messages do not end the wait, since a transport may deliver twice."""
     asked = list[Any]()
 
     class Silent(Wire):
@@ -239,7 +239,7 @@ def test_error_in_the_fit_ends_the_exchange(tmp_path: Path) -> None:
 
 @pytest.fixture
 def sigterm() -> Iterator[Callable[[Any], None]]:
-    """Return what installs a handler of SIGTERM, as another package may have done."""
+    """Return a function that installs a SIGTERM handler, as another package may do."""
     before = signal.getsignal(signal.SIGTERM)
     yield lambda handler: signal.signal(signal.SIGTERM, handler)
     signal.signal(signal.SIGTERM, before)

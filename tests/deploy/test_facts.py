@@ -1,4 +1,4 @@
-"""What server and sites must have in common."""
+"""The facts that the server and its sites must share."""
 
 from collections.abc import Callable
 from functools import partial
@@ -46,7 +46,7 @@ def with_layer(layer: torch.nn.Module) -> Net:
 
 
 def with_hyperparameters(**values: Any) -> Net:
-    """Return the module with hyperparameters that it keeps, such as those of its loss."""
+    """Return the module with saved hyperparameters, for example of its loss."""
     module = model()
     module.save_hyperparameters(values)
     return module
@@ -135,7 +135,7 @@ class Frozen(Net):
 
 
 def test_site_with_different_frozen_parameters_is_rejected(tmp_path: Path) -> None:
-    wire = Wire(tmp_path, partial(make_trainer, "FedAvg"), Frozen)  # every one draws its own
+    wire = Wire(tmp_path, partial(make_trainer, "FedAvg"), Frozen)  # the server and each site draw different ones
     with pytest.raises(FederatedError, match="its frozen parameters is .*, the server's is"):
         wire.run()
 
@@ -150,7 +150,7 @@ def test_callback_that_changes_local_work_is_rejected(tmp_path: Path) -> None:
 def test_saving_client_models_is_rejected_on_both_sides(models: Any, tmp_path: Path) -> None:
     plain = partial(make_trainer, "Ditto")
     wire = Wire(tmp_path, lambda: plain(callbacks=[ClientModels(models, folder=tmp_path / "models")]))
-    for fitted in (None, plain()):  # first the server has the callback too
+    for fitted in (None, plain()):  # at first, the server has the callback too
         with pytest.raises(FederatedError, match="ClientModels saves models of simulated clients"):
             wire.run(trainer=fitted)
     assert not (tmp_path / "models").exists()
@@ -158,7 +158,7 @@ def test_saving_client_models_is_rejected_on_both_sides(models: Any, tmp_path: P
 
 @pytest.mark.parametrize("measure", [LocalDrift, UpdateCosine, Inexactness])
 def test_callbacks_that_measure_local_work_are_rejected(measure: Any, tmp_path: Path) -> None:
-    """No site calls them for the server, which would log nothing."""
+    """No site calls them for the server, so the server would log nothing."""
     with pytest.raises(FederatedError, match=f"{measure.__name__} follows the local work of simulated clients"):
         Wire(tmp_path, partial(make_trainer, "FedAvg", callbacks=[measure()])).run()
 
@@ -205,7 +205,7 @@ def test_optimizer_facts_distinguish_parameter_groups() -> None:
 
 
 def with_lambda(factor: float) -> Net:
-    """Return the module with a schedule whose options nobody can read."""
+    """Return the module with a schedule whose options cannot be read."""
     module = model()
 
     def configure() -> Any:

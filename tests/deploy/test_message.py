@@ -1,4 +1,4 @@
-"""What passes between server and sites, as bytes."""
+"""Messages between the server and its sites, as bytes."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_task_round_trips_through_a_message() -> None:
         mean_examples=7.5,
     )
     tensors = shared_part(task, moved_buffers={"mean"})
-    assert tensors.keys() == {"x", "server.c", "cohort_grad.x", "buffers.mean"}  # no buffer that has not moved
+    assert tensors.keys() == {"x", "server.c", "cohort_grad.x", "buffers.mean"}  # only buffers that have moved
     header = {
         "format": FORMAT,
         "run": "0123456789abcdef",
@@ -66,7 +66,7 @@ def test_task_round_trips_through_a_message() -> None:
     assert torch.equal(found.server["c"], server["c"])
     assert torch.equal(found.cohort_grad["x"], task.cohort_grad["x"])
     assert torch.equal(found.buffers["mean"], buffers["mean"])
-    assert found.buffers["count"] == 9  # the module's own
+    assert found.buffers["count"] == 9  # the module's own value
     assert kept.keys() == {"c_i"}
     with pytest.raises(FederatedError, match="The task for client 'a' has no parameters x"):
         task_in(Message(header), 1, torch.zeros(3), own, {})

@@ -1,4 +1,4 @@
-"""A client that registers when rounds are run already: it takes part from the next round on."""
+"""A client that registers after the first round has begun takes part from the next round on."""
 
 from functools import partial
 from pathlib import Path
@@ -20,11 +20,11 @@ from tests.helpers.selection import few
 from tests.helpers.training import classification, clients
 
 DROPS = {"on_client_error": "drop", "max_failed_share": 0.9}
-LATE = 2  # the client
+LATE = 2  # the late client
 
 
 def late(wire: Wire, comes_in: tuple[int, str] = (1, "train")) -> None:
-    """Let a client be silent until an exchange of a round and phase; it then registers."""
+    """Keep the late client silent until the exchange of a round and phase, and then let it register."""
 
     def comes(task: Message) -> list[Message]:
         is_there = task.header["phase"] != "register" or comes_in in [at[:2] for at in wire.phases]
@@ -72,7 +72,7 @@ def test_client_whose_data_change_during_a_run_is_rejected(
 
 
 class Ill(FederatedDataModule):
-    """Clients of a simulation, one of which cannot be read at first."""
+    """Simulated clients. At first, one of them cannot be read."""
 
     is_ill = True
 
@@ -83,7 +83,7 @@ class Ill(FederatedDataModule):
 
 
 class Cure(FederatedCallback):
-    """Let all clients be read from a round on."""
+    """Makes all clients readable from a round on."""
 
     def __init__(self, round: int) -> None:
         self.round = round
@@ -95,7 +95,7 @@ class Cure(FederatedCallback):
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", ["FedAvg", "Scaffold ii"])
 def test_late_client_counts_as_failed_in_earlier_rounds(method: str, tmp_path: Path) -> None:
-    """So N counts it from the start, on which SCAFFOLD's mean of control variates rests."""
+    """N counts the client from the start, and SCAFFOLD's mean of control variates depends on N."""
     expected = make_trainer(method, callbacks=[Cure(2)], **DROPS)
     expected.fit(model(), Ill(clients=clients(SIZES), batch_size=4))
     module, wire = model(), Wire(tmp_path, partial(make_trainer, method, **DROPS))
@@ -219,14 +219,14 @@ def said(*columns: Any) -> dict[str, Any]:
 def test_sites_with_different_columns_are_rejected() -> None:
     sites = Registrations(["a", "b", "c", "d"])
     sites.add("a", said("age", "sex=f", "sex=m"))
-    sites.add("b", said())  # a data module that does not know
+    sites.add("b", said())  # a data module without column names
     sites.add("c", said("age", "sex=f", "sex=m"))
     told = r"'d' and 'a' do not mean the same by their .*: column 1 is 'sex=m' at the first and 'sex=f' at the second"
     with pytest.raises(FederatedError, match=told):
         sites.add("d", said("age", "sex=m", "sex=f"))
     with pytest.raises(FederatedError, match=r"column 2 is 'nothing' at the first and 'sex=m' at the second"):
         sites.add("d", said("age", "sex=f"))
-    sites.add("a", said("age", "sex=f", "sex=m"))  # again
+    sites.add("a", said("age", "sex=f", "sex=m"))  # a repeated registration
     for columns in ("age", [1], None):
         with pytest.raises(FederatedError, match="says that its columns are"):
             sites.add("b", {**said(), "columns": columns})

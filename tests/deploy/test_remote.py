@@ -1,4 +1,4 @@
-"""Clients that are elsewhere, as the data module of a fit."""
+"""Remote clients as the data module of a fit."""
 
 from functools import partial
 from pathlib import Path
@@ -131,7 +131,7 @@ def test_plain_trainer_and_several_processes_are_rejected(tmp_path: Path, monkey
 
 
 def test_checkpoint_with_state_names_of_an_earlier_version_is_rejected(tmp_path: Path) -> None:
-    """Sites of earlier versions kept states by the number of the round alone."""
+    """Sites of earlier versions named states after the round number alone."""
     wire, trainer = Wire(tmp_path, MAKE), MAKE(max_rounds=1)
     trainer.fit(model(), wire.clients())
     run = trainer.fit_loop.run_state

@@ -1,4 +1,4 @@
-"""Phases of rounds over sites, and what their replies tell."""
+"""Phases of rounds over sites, and the contents of their replies."""
 
 from functools import partial
 from pathlib import Path
@@ -130,7 +130,7 @@ def test_measurement_continues_without_unresponsive_clients(tmp_path: Path, capl
     fitted, _ = wire.run()
     assert "The reply of client 0 to 'measure' of round 1 has measured no loss." in caplog.messages
     assert next(at for at in wire.phases if at[1] == "measure") == (1, "measure", [0, 1, 2, 3])
-    assert fitted.callback_metrics["population/train_loss"] > 0  # of the first round; of the second is none
+    assert fitted.callback_metrics["population/train_loss"] > 0  # from the first round, since the second has no loss
 
 
 @pytest.mark.parametrize("action", ["drop", "raise"])
@@ -161,7 +161,7 @@ def test_site_with_a_wrong_measurement_raises_or_is_dropped(action: str, tmp_pat
     ids=["a metric of validation", "without a sanity check", "a metric of the round"],
 )
 def test_site_cannot_override_a_server_metric(name: str, sanity_steps: int, known: int, tmp_path: Path) -> None:
-    """From the first validation on, be it the sanity check: ``known`` values are read before the server has its own."""
+    """This holds from the first validation or sanity check on. The first ``known`` values are read before it."""
     rounds = {"max_rounds": 3, "check_val_every_n_epoch": 2, "num_sanity_val_steps": sanity_steps}
     make = partial(make_trainer, "FedAvg", limit_val_batches=1.0, clients_per_round=1.0, **rounds)
     wire, found = Wire(tmp_path, make, validated), []

@@ -1,4 +1,4 @@
-"""Replies that cannot be are refused by name, and the round goes on as if they had not come."""
+"""Impossible replies are refused by name, and the round continues as if they had not arrived."""
 
 import math
 import re
@@ -143,17 +143,17 @@ def test_invalid_reply_is_rejected_and_the_round_continues(tmp_path: Path, caplo
 
 @dataclass
 class Phase:
-    """What a fit asks in one phase, and how it reads replies."""
+    """The tasks of one phase of a fit, and the function that reads its replies."""
 
     exchange: Exchange
     tasks: Mapping[Any, Message]
     read: Callable[[Message], Any]
-    reply: Message  # a sound one
+    reply: Message  # a valid one
 
 
 @pytest.fixture(scope="module")
 def phases(tmp_path_factory: pytest.TempPathFactory) -> list[Phase]:
-    """Phases of every kind, caught on their way."""
+    """Return phases of every kind, recorded during runs."""
     found: list[Phase] = []
     ask = Exchange.ask
 
@@ -276,7 +276,7 @@ def test_client_failure_is_reported_in_one_printable_line(tmp_path: Path) -> Non
 
 @pytest.mark.thorough
 def test_expected_messages_are_known_for_every_method(tmp_path: Path, monkeypatch: Any) -> None:
-    """So a message has exactly the shape and type that the method's own ``finish`` gives it."""
+    """A message must have the exact shape and dtype that the method's own ``finish`` gives it."""
     seen: dict[str, Any] = {}
     of = Expected.of
     monkeypatch.setattr(Expected, "of", lambda *args: seen.setdefault("expected", of(*args)))

@@ -1,4 +1,4 @@
-"""Servers and sites that end at any moment go on with the bits of an undisturbed run."""
+"""Runs whose servers and sites end at any moment resume with the bits of an undisturbed run."""
 
 import random
 from dataclasses import replace
@@ -25,7 +25,7 @@ def test_run_resumes_from_server_checkpoint_and_site_folders(method: str, tmp_pa
     make = partial(make_trainer, method)
     expected = simulated(make)
     wire, module, two = Wire(tmp_path, make), model(), tmp_path / "two.ckpt"
-    wire.run(save={2: two}, trainer=make(max_rounds=3))  # the third is lost: sites have done it, the server not kept it
+    wire.run(save={2: two}, trainer=make(max_rounds=3))  # the third is lost: the sites trained, the server did not save
     wire.kill()
     _, reports = wire.run(module, ckpt_path=two)
     assert [report.round for report in reports] == [2, 3, 4]
@@ -40,7 +40,7 @@ def test_simulated_run_resumes_with_sites(method: str, tmp_path: Path) -> None:
     begun.fit(model(), make_data())
     begun.save_checkpoint(tmp_path / "two.ckpt")
     wire, module = Wire(tmp_path / "sites", make), model()
-    three = tmp_path / "three.ckpt"  # some states are on sites by now, others here
+    three = tmp_path / "three.ckpt"  # by now, some states are on sites and others are here
     wire.run(module, ckpt_path=tmp_path / "two.ckpt", save={3: three}, trainer=make(max_rounds=3))
     wire.kill()
     wire.run(module, ckpt_path=three)
@@ -91,21 +91,21 @@ def test_run_resumes_in_simulation_unless_sites_keep_states(tmp_path: Path) -> N
 
 
 def disturbed(method: str, folder: Path, seed: int) -> tuple[Any, int]:
-    """Run over sites, with ends of servers and sites at random moments; return the module and how many there were."""
+    """Run over sites, end servers and sites at random moments, and return the module and the number of ends."""
     chance, make, ends = random.Random(seed), partial(make_trainer, method), 0
     wire, checkpoint = Wire(folder, make, seed=seed), folder / "last.ckpt"
 
     def comes(task: Message) -> list[Message]:
         nonlocal ends
         reply = wire.answer(task)
-        if chance.random() < 0.15:  # a site ends when it has answered, and the reply is lost
+        if chance.random() < 0.15:  # a site ends after it answers, and the reply is lost
             wire.kill(int(task.client))
             ends += 1
             reply = wire.answer(task)
         if chance.random() < 0.1:
             wire.kill(chance.choice(range(4)))
             ends += 1
-        if task.client == wire.last and chance.random() < 0.1:  # the server ends with nearly all replies of a phase
+        if task.client == wire.last and chance.random() < 0.1:  # the server ends when nearly all replies are in
             raise EndedError
         return [reply]
 
@@ -149,7 +149,7 @@ def test_adapter_base_weights_match_the_round_of_a_task(
 
     wire.comes = comes
     wire.run(save={2: two}, trainer=make(max_rounds=3))  # the third is lost
-    for client, (task, reply) in first.items():  # of an earlier round, on a site that has later weights
+    for client, (task, reply) in first.items():  # a task of an earlier round, while the site has later weights
         again = wire.answer(task)
         assert torch.equal(again.tensors["model"], reply.tensors["model"]), client
     wire.kill()

@@ -71,16 +71,16 @@ def logged_by(trainer: FederatedTrainer) -> dict[str, float]:
 
 
 def check_bytes(row: str, method: str, wire: Wire, report: RoundReport, x: torch.Tensor) -> None:
-    """Let the vectors on the wire in the first round be those of the documentation's table."""
+    """Check the number of vectors sent in the first round against the documentation's table."""
     up, down, _ = rows()[row]
     vectors = x.nbytes * len(report.clients)
     assert (wire.up[0] // vectors, wire.down[0] // vectors) == (int(up), int(down)), method
-    loss = 8 * len(SIZES) if method == "FedProx adaptive" else 0  # which is in the header
+    loss = 8 * len(SIZES) if method == "FedProx adaptive" else 0  # the header has the loss
     assert wire.up[0] + loss == report.bytes_up
 
 
 def assert_same_run(make: Any, folder: Path, make_model: Any = model, row: str | None = None) -> None:
-    make = partial(make, max_rounds=3)  # the schedule lowers rates in the third, and every client takes part twice
+    make = partial(make, max_rounds=3)  # the third lowers the rates, and every client takes part twice
     expected = simulated(make, make_model)
     wire, module = Wire(folder, make, make_model), make_model()
     fitted, reports = wire.run(module)
@@ -184,7 +184,7 @@ def test_local_step_schedules_match_the_simulation(mode: str, tmp_path: Path) ->
 
 
 class OwnSteps(Net):
-    """A network that steps two optimizers itself, one of which waits for every second batch."""
+    """A network that steps two optimizers itself, one of them only after every second batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class OwnSteps(Net):
 
 
 class Stepped(OwnSteps):
-    """The same with a schedule, which nobody steps at a site."""
+    """The same with a schedule, which no site would step."""
 
     def configure_optimizers(self) -> Any:
         first, second = super().configure_optimizers()

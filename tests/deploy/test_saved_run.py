@@ -1,4 +1,4 @@
-"""A fit that saves every round, and goes on from there."""
+"""A fit that saves every round, and resumes from the saved one."""
 
 from functools import partial
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A site answers the tasks that are for it, and no others."""
+"""A site answers its own tasks and no others."""
 
 import gc
 import os
@@ -42,7 +42,7 @@ def noted(wire: Wire, phase: str = "register", **fit: Any) -> dict[Any, Message]
 
 
 class Worst(Net):
-    """Logs the largest loss, and a metric object, besides means."""
+    """Logs the largest loss and a metric object in addition to means."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def test_sixty_clients_on_three_sites_match_simulation_bits(method: str, tmp_pat
 @pytest.mark.thorough
 def test_two_hundred_rounds_leak_no_resources(tmp_path: Path) -> None:
     psutil = pytest.importorskip("psutil", reason="no psutil, which counts descriptors")
-    gc.collect()  # sites of earlier tests hold their locks until then
+    gc.collect()  # until then, sites of earlier tests hold their locks
     process, wire = psutil.Process(), Wire(tmp_path, partial(make_trainer, "Scaffold ii", max_rounds=200))
 
     def standing() -> dict[str, Any]:

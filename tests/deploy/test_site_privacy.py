@@ -36,7 +36,7 @@ pytestmark = needs_opacus
 
 ON = ClientPrivacy(0.8, 0.3, 1e-3)
 MAKE = partial(make_trainer, "FedAvg", client_privacy=ON, max_rounds=2)
-REPEATED = {"format", "run", "round", "client"}  # in replies, from their tasks
+REPEATED = {"format", "run", "round", "client"}  # replies repeat these from their tasks
 
 
 class Plain(pl.LightningModule):
@@ -55,7 +55,7 @@ class Plain(pl.LightningModule):
 
 
 class Broken(Net):
-    """Cannot take an example, and says which."""
+    """Fails on every batch, with its examples in the error message."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         raise ValueError(f"the patient {batch[0].tolist()}")
@@ -211,7 +211,7 @@ def test_only_distinct_tasks_get_new_noise_and_spend_epsilon(tmp_path: Path) -> 
     assert thrice > twice
     wire.kill()
     assert spent() == thrice, "the account is on the disk"
-    for same, answer in ((other, moved), (task, reply)):  # in another order: batches, too, are those of the task
+    for same, answer in ((other, moved), (task, reply)):  # in another order: the batches also depend on the task
         assert torch.equal(wire.answer(same).tensors["model"], answer.tensors["model"])
     assert spent() == thrice
     steps = task.header["steps"]
@@ -229,14 +229,14 @@ def test_site_does_not_answer_beyond_its_privacy_budget(tmp_path: Path) -> None:
     wire.kill()
     given = make_trainer("FedAvg", client_privacy=ON), model(), make_data([client]), client, tmp_path / str(client)
     with FederatedSite(*given, max_epsilon=1.1 * one) as strict:
-        strict.answer(task)  # again
+        strict.answer(task)  # a repeated task
         for wanted in (other, replace(task, header={**task.header, "run": "0123456789abcdef"})):
             if wanted is not other:
                 strict.answer(replace(registration, header={**registration.header, "run": "0123456789abcdef"}))
             with pytest.raises(FederatedError, match=r"would spend epsilon .* at delta 0.001 in all .* max_epsilon="):
                 strict.answer(wanted)
         assert strict._privacy.epsilon(client) == one  # type: ignore[union-attr]
-        strict.answer(replace(task, header={**task.header, "steps": 0}))  # which costs nothing
+        strict.answer(replace(task, header={**task.header, "steps": 0}))  # a task without steps costs nothing
     with FederatedSite(*given, max_epsilon=1.1 * one, delta=1e-6) as stricter:  # type: ignore[misc]
         assert stricter._privacy.epsilon(client) > 1.1 * one  # type: ignore[union-attr]
     wrong = (("max_epsilon", 0.0, "inf"), ("max_epsilon", "much", "finite"), ("delta", 1.0, "finite number in"))
@@ -259,7 +259,7 @@ def test_changed_data_under_the_same_noise_are_rejected(tmp_path: Path) -> None:
         with pytest.raises(FederatedError, match="answered this task before, and computes another answer now"):
             site.answer(task)
         site.answer(replace(task, tensors={"x": task.tensors["x"] + 1.0}))
-    wire.answer(task)  # with the data as they were
+    wire.answer(task)  # with the original data
 
 
 def test_errors_do_not_reveal_examples(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -323,7 +323,7 @@ class Zero(Plain):
 def test_killed_sites_and_servers_keep_identical_bits_and_epsilons(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fits = count(1)  # the run's name is part of a task, a fit's is not
+    fits = count(1)  # the digest of a task contains the run's name, but not the fit's
     monkeypatch.setattr(secrets, "token_hex", lambda size: "0123456789abcdef" if size == 8 else f"{next(fits):08x}")
     make, found = partial(make_trainer, method, client_privacy=ON, max_rounds=3), []
     for name in ("calm", "killed"):
@@ -338,7 +338,7 @@ def test_killed_sites_and_servers_keep_identical_bits_and_epsilons(
         def comes(task: Message, wire: Wire = wire, name: str = name, ends: list[int] = ends) -> list[Message]:
             reply = wire.answer(task)
             if name == "killed" and task.header["phase"] == "train":
-                wire.kill(int(task.client))  # when it has answered, and the reply is lost
+                wire.kill(int(task.client))  # after it answers: the reply is lost
                 reply = wire.answer(task)
                 if task.client == wire.last and task.header["round"] == 1 and not ends[0]:
                     ends[0] += 1
@@ -367,7 +367,7 @@ def test_corrupt_account_or_secret_is_rejected_but_partial_line_is_not(tmp_path:
     whole = account.read_bytes()
     assert json.loads(whole)["sums"] == [[0.8, 5, 3]]
     account.write_bytes(whole + whole[:-9])
-    secret.chmod(0o644)  # as a copy of the folder may have them
+    secret.chmod(0o644)  # a copied folder may have these modes
     secret.parent.chmod(0o755)
     again = SitePrivacy(tmp_path / "privacy", ON)
     assert [stat.S_IMODE(path.stat().st_mode) for path in (secret, secret.parent)] == [0o600, 0o700]
@@ -419,7 +419,7 @@ def test_retried_task_costs_more_only_if_its_answer_does(tmp_path: Path) -> None
     assert one > 1.1 * site.epsilon("a")
     strict = SitePrivacy(tmp_path / "privacy", ON, max_epsilon=0.99 * one)
     with pytest.raises(FederatedError, match="would spend epsilon"):
-        strict.answer(task, 2, 3, 2, lambda: reply)  # of other data
+        strict.answer(task, 2, 3, 2, lambda: reply)  # the data have changed
     for privacy in (SitePrivacy(tmp_path / "privacy", ON), SitePrivacy(tmp_path / "privacy", ON)):
         assert privacy.answer(task, 2, 3, 2, lambda: reply) is reply
         assert privacy.epsilon("a") == one

@@ -1,4 +1,4 @@
-"""The process of a site, which nobody else may use."""
+"""The process of a site, which no other user may use."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ APP = "def trainer(): raise OSError('no such disk')\nmodel = data = trainer\n"  
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., SiteProcess]]:
-    """Return what makes the process of a site."""
+    """Return a function that makes the process of a site."""
     (tmp_path / "own_app.py").write_text(APP)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
@@ -73,7 +73,7 @@ def test_site_process_stays_until_killed_or_its_parent_ends(site: Callable[..., 
     pid = pid_of(first.socket)
     first.answer({"0": b"nothing"})
     assert pid_of(first.socket) == pid, "it stays"
-    same = site(**{"state-dir": str(first.state_dir), "client-id": "north"})  # in another order, as Flower gives it
+    same = site(**{"state-dir": str(first.state_dir), "client-id": "north"})  # the same settings in Flower's order
     same.answer({"0": b"nothing"})
     assert pid_of(first.socket) == pid
     os.kill(pid, signal.SIGKILL)
@@ -81,7 +81,7 @@ def test_site_process_stays_until_killed_or_its_parent_ends(site: Callable[..., 
     first.answer({"0": b"nothing"})
     second = pid_of(first.socket)
     assert second != pid
-    site(data="other").answer({"0": b"nothing"})  # another app: there is never more than one for a site's folder
+    site(data="other").answer({"0": b"nothing"})  # another app replaces it: a site's folder has one process
     third = pid_of(first.socket)
     assert third != second
     wait_for(lambda: not is_alive(second))

@@ -1,4 +1,4 @@
-"""What clients of a site keep, on the site's own disk."""
+"""The states of a site's clients on the site's own disk."""
 
 import errno
 import os
@@ -49,7 +49,7 @@ def test_state_is_read_in_the_requested_version(states: SiteStates) -> None:
     for words in ({}, {"ward": ["eye"]}):
         states.agree("r", {"clients": [3], "words": words})
         assert states.agreed("r") == {"clients": [3], "words": words}
-    (states.folder / "r" / "agreed.json").write_text('{"clients": [3]}')  # of an earlier version
+    (states.folder / "r" / "agreed.json").write_text('{"clients": [3]}')  # written by an earlier version
     assert states.agreed("r") == {"clients": [3], "words": {}}
     assert states.read("r", 3, 0, of(0)) is None
     for version in (1, 2, 3):
@@ -69,10 +69,10 @@ def test_late_duplicate_of_an_old_task_keeps_newer_states(states: SiteStates) ->
     states.agree("r", {"clients": [3], "words": {}})
     for before, version in ((0, 1), (1, 4), (4, 6)):
         states.write("r", 0, of(before), of(version), {"c": torch.full((2,), float(version))})
-    states.write("r", 0, of(0), of(1), {"c": torch.ones(2)})  # its first round, once more
+    states.write("r", 0, of(0), of(1), {"c": torch.ones(2)})  # a repeat of its first round
     for version in (4, 6):
         assert states.read("r", 3, 0, of(version)) is not None
-    for version in (3, 2, 1):  # of a server that sends whatever it likes
+    for version in (3, 2, 1):  # a server may send anything
         states.write("r", 0, of(0), of(version), {"c": torch.ones(2)})
     assert len(list((states.folder / "r").glob("*.state"))) == 3
 
@@ -143,7 +143,7 @@ def test_clients_of_a_run_cannot_change(tmp_path: Path) -> None:
         with pytest.raises(FederatedError, match="registers run 0123456789abcdef with other clients than before"):
             states.agree(run, {**first, "clients": clients})
     states.agree("0123456789abcdee", {**first, "clients": ["b", "a"]})
-    later = {**first, "words": {"ward": ["eye"]}}  # of a server that began again before its first checkpoint
+    later = {**first, "words": {"ward": ["eye"]}}  # the server restarted before its first checkpoint
     states.agree(run, later)
     assert states.agreed(run) == later
     states.close()

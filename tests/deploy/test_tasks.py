@@ -26,7 +26,7 @@ from tests.deploy.wire import SIZES, make_data, make_trainer, parameters
 
 CLIENT, RUN, OTHER = 2, "0123456789abcdef", "fedcba9876543210"
 MAKE = partial(make_trainer, "FedAvg")
-STEPS = 12  # of client 2: 22 examples in batches of 4, two local epochs
+STEPS = 12  # client 2 has 22 examples in batches of 4, and two local epochs
 
 
 def registration(make: Callable[[], Any] = MAKE, **header: Any) -> Message:
@@ -123,7 +123,7 @@ def test_tasks_that_the_site_trainer_would_not_run_are_rejected(site: FederatedS
     with pytest.raises(FederatedError, match=words):
         site.answer(message)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["site"]
-    assert site.answer(task()).header["report"]["steps"] == STEPS  # and goes on
+    assert site.answer(task()).header["report"]["steps"] == STEPS  # and the site continues
 
 
 plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
@@ -157,7 +157,7 @@ def test_arbitrary_message_is_either_answered_or_rejected(
 @pytest.mark.parametrize(
     ("options", "right", "wrong"),
     [
-        ({"local_epochs": None, "local_steps": 5}, [15], [14, 16]),  # every round takes as many
+        ({"local_epochs": None, "local_steps": 5}, [15], [14, 16]),  # every round takes 5 steps
         ({"local_epochs": 2}, [0, 15, 3 * 2**20], [-1, 3 * 2**20 + 1]),
     ],
 )

@@ -1,4 +1,4 @@
-"""A run over sites in one process: messages become bytes on their way, and come in any order."""
+"""A run over sites in one process. Messages travel as bytes, and arrive in any order."""
 
 import random
 from collections import Counter
@@ -99,7 +99,7 @@ class EndedError(Exception):
 
 
 class Rounds(FederatedCallback):
-    """Notes the reports of rounds, and saves checkpoints.
+    """Records the reports of rounds, and saves checkpoints.
 
     Args:
         save: Where to save, by the number of completed rounds; None for any other number.
@@ -122,14 +122,14 @@ class Wire:
     """A transport to sites of this process.
 
     Args:
-        folder: Where sites keep states.
+        folder: Holds the states of the sites.
         make: Makes a trainer.
         make_model: Makes the module.
-        seed: Of the order in which replies come.
+        seed: Seeds the order of the replies.
         with_val: Whether clients have validation sets.
 
     Attributes:
-        comes: Returns what comes of a task, for tests to replace: by default the reply of its site, or its refusal.
+        comes: Takes a task, and returns its replies. By default, the site's reply or refusal. Tests may replace it.
         phases: Round, phase and clients of every exchange.
         closed: Whether the last exchange has ended.
         last: The client whose task comes last in the exchange.
@@ -192,7 +192,7 @@ class Wire:
         asked, header = [*registrations.values(), *tasks.values()], next(iter(tasks.values())).header
         self.phases.append((header["round"], header["phase"], list(tasks)))
         self.order.shuffle(asked)
-        asked.sort(key=lambda task: task.client in tasks)  # the fit takes nothing more after the last one
+        asked.sort(key=lambda task: task.client in tasks)  # tasks last: the fit stops reading after the last one
         self.last = asked[-1].client
         self.closed = False
         try:
@@ -202,10 +202,10 @@ class Wire:
             self.closed = True
 
     def kill(self, client: int | None = None) -> None:
-        """Let sites be gone, as after SIGKILL: nothing of them is left but their folders."""
+        """End sites as SIGKILL would: only their folders are left."""
         for name in list(self.sites) if client is None else [client]:
             if (site := self.sites.pop(name, None)) is not None:
-                site._states.close()  # the lock of a process that has ended is nobody's
+                site._states.close()  # a process that ends releases its lock
 
 
 def simulated(

@@ -1,4 +1,4 @@
-"""Three hospitals with a table each, whose words differ, and what an app for them would have."""
+"""Three hospitals, whose tables have different words, and the functions of an app for them."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -48,7 +48,7 @@ def make_data(node_config: dict[str, Any]) -> ClientTable:
 
 
 def make_val(words: dict[str, list[str]]) -> Any:
-    """Return a set of two rows, of the first and the last word."""
+    """Return a set of two rows, with the first and the last word."""
     x = torch.zeros(2, 7)
     x[0, 1], x[1, len(words["ward"])] = 1.0, 1.0
     return torch.utils.data.TensorDataset(x, torch.tensor([0, 1]))

@@ -1,4 +1,4 @@
-"""Asynchronous runs: against a plain program, and what they must be where nobody is late."""
+"""Asynchronous runs: against a plain program, and against synchronous runs if no client is late."""
 
 import weakref
 from collections import Counter

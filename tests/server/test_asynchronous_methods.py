@@ -1,4 +1,4 @@
-"""Every method that may run asynchronously: the same numbers in one process and in two, resumed or not."""
+"""Every asynchronous method has the same numbers in one process and in two, resumed or not."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -21,10 +21,10 @@ LATE = ClientClock(slow_share=0.4, slow_factor=5.0, spread=0.4, jitter=0.3)
 BUFFERED, ONE_BY_ONE = FedBuff(2, 4, clock=LATE), FedAsync(4, clock=LATE)
 COVERING = ["Scaffold ii", "FedCM", "FedDyn", "FedPer"]
 ROUNDS = 5
-SIZES = (14, 8, 22, 6, 16, 10)  # no batch has one example, which BatchNorm refuses
+SIZES = (14, 8, 22, 6, 16, 10)  # no batch has one example: BatchNorm refuses those
 
 Ends = dict[str, dict[str, Any]]
-"""What runs end with, by method: x, the server's state, what this process's clients keep, the messages on their way."""
+"""Each method's results: x, the server's state, the states of this process's clients, and the messages in flight."""
 
 
 class Normed(Classifier):
@@ -52,12 +52,12 @@ def is_accepted(name: str) -> bool:
 
 NAMES = list(filter(is_accepted, ROWS))
 MODELS = [name for name in NAMES if getattr(ROWS[name][0].algorithm, "pseudo_grad", "raw") == "raw"]
-"""Those whose clients send how their models have changed, and not gradients, which FedAsync refuses."""
+"""Methods whose clients send model updates. FedAsync refuses methods that send gradients."""
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_server_step_is_linear_in_the_means(name: str) -> None:
-    """The weights of messages do not sum to one."""
+    """The weights of messages do not sum to one, so the step must be linear."""
     algorithm, x = ROWS[name][0].algorithm, torch.linspace(0.5, 1, 6, dtype=torch.float64)
 
     def step(share: float) -> Tensor:
@@ -70,13 +70,13 @@ def test_server_step_is_linear_in_the_means(name: str) -> None:
 def run(
     names: Sequence[str], asynchronous: Asynchronous = BUFFERED, folder: Path | None = None, **options: Any
 ) -> Ends:
-    """Run methods one after another; with a folder, from the checkpoints that are there, and saving others there.
+    """Run methods one after another. With a folder, resume from its checkpoints, and save new ones there.
 
     Args:
         names: The methods.
         asynchronous: How the server takes its steps.
-        folder: Where checkpoints are, if runs are saved and resumed.
-        options: Of the trainer.
+        folder: Holds the checkpoints, if runs are saved and resumed.
+        options: Options of the trainer.
     """
     ends, rounds = Ends(), options.pop("max_rounds", ROUNDS)
     options |= {"asynchronous": asynchronous, "clients_per_round": None, "precision": "64-true"}
@@ -101,7 +101,7 @@ def run(
 
 
 def in_two(place: Path, names: Sequence[str], *arguments: Any, **options: Any) -> Ends:
-    """Do the same in two processes, which must end alike, each with its own clients' states."""
+    """Run in two processes, check that they end alike with disjoint client states, and merge these."""
     work = partial(run, names, *arguments, strategy="clients", devices=2, **options)
     outcomes = in_processes(work, place)
     assert not any(outcome.error for outcome in outcomes), outcomes[0].trace + outcomes[1].trace
@@ -115,7 +115,7 @@ def in_two(place: Path, names: Sequence[str], *arguments: Any, **options: Any) -
 
 
 def differing(found: Ends, wanted: Ends) -> list[str]:
-    """Return the methods that do not end with the same bits."""
+    """Return the methods whose results do not have the same bits."""
     assert found.keys() == wanted.keys()
     return [name for name in wanted if not same(found[name], wanted[name])]
 
@@ -161,7 +161,7 @@ def test_two_processes_match_one_with_identical_bits(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "FedBN"])  # whose buffers that engine refuses
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "FedBN"])  # the engine refuses its buffers
 def test_two_processes_match_one_with_the_vectorized_engine(name: str, tmp_path: Path) -> None:
     def leaves(value: Any) -> list[Tensor]:
         if isinstance(value, Tensor):

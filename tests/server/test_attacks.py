@@ -1,4 +1,4 @@
-"""Simulated attacks: who is bad, what bad clients send and train on, and what is refused."""
+"""Simulated attacks: the choice of bad clients, their messages and data, and refusals."""
 
 import math
 from collections import namedtuple
@@ -25,7 +25,7 @@ def population(ids: Any = range(10)) -> Population:
     return Population(ids, [5] * len(ids))
 
 
-# ------------------------------------------------------------------ who is bad
+# ------------------------------------------------------------------ the bad clients
 
 
 def test_attackers_are_drawn_from_the_seed() -> None:
@@ -46,7 +46,7 @@ def test_attackers_may_be_listed_by_id() -> None:
         SignFlipAttack(["a", "x"]).attackers(0, population(["a", "b", "c"]))
 
 
-# ------------------------------------------------------------------ what they send
+# ------------------------------------------------------------------ their messages
 
 
 class Sent(Algorithm):
@@ -61,7 +61,7 @@ class Sent(Algorithm):
 
 
 def mean_update(attack: Attack | None, engine: str = "sequential", **options: Any) -> Tensor:
-    """Return the mean change of one round of all clients, as the server saw it."""
+    """Return the mean update of all clients in one round, as the server received it."""
     algorithm = Sent()
     given = {"weighting": "uniform", "clients_per_round": 6, "max_rounds": 1, "limit_val_batches": 0, **options}
     run(engine, algorithm=algorithm, attack=attack, **given)
@@ -69,7 +69,7 @@ def mean_update(attack: Attack | None, engine: str = "sequential", **options: An
 
 
 class Changes(FederatedCallback):
-    """Keeps each client's own change of one round."""
+    """Keeps each client's own update of one round."""
 
     def __init__(self) -> None:
         self.x: Tensor = torch.zeros(0)
@@ -176,7 +176,7 @@ def test_full_batch_gradients_are_attacked() -> None:
 
 
 def test_attackers_train_on_their_true_gradients() -> None:
-    # its step is the cohort's gradient, here its own flipped one, and its message is flipped again
+    # FedDane steps along the cohort's gradient, here the attacker's flipped one. The message is flipped again.
     options = {"algorithm": FedDane(0.1, "same"), "clients_per_round": 1, "max_rounds": 1, "local_epochs": None}
     honest, bad = (
         run("sequential", datamodule=lambda: data(batch_size=32), attack=attack, local_steps=1, **options)
@@ -214,7 +214,7 @@ def test_resuming_with_another_attack_warns(tmp_path: Any) -> None:
         fit(max_rounds=2, ckpt_path=tmp_path / "a.ckpt")
 
 
-# ------------------------------------------------------------------ what they train on
+# ------------------------------------------------------------------ their data
 
 
 @pytest.mark.parametrize("engine", few(["sequential", "vectorized"], ["sequential"]))
@@ -290,7 +290,7 @@ def test_changed_batches_keep_the_original_counts() -> None:
     assert RepeatedBatches(changed, 2).num_batches() == 8
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ refusals
 
 
 @pytest.mark.parametrize(

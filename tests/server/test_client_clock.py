@@ -1,4 +1,4 @@
-"""How long clients take, in simulated seconds."""
+"""The time that clients take, in simulated seconds."""
 
 import math
 from pathlib import Path

@@ -47,11 +47,11 @@ SHUFFLED = ClientPrivacy(noise_multiplier=1.1, max_grad_norm=0.7, delta=1e-3, sa
 
 
 def ledger(privacy: ClientPrivacy = PRIVATE) -> PrivacyLedger:
-    """Return the account of clients with batches of 4 examples, of which an epoch takes at most 3."""
+    """Return the account of clients with batches of 4 examples, and at most 3 batches in an epoch."""
     return PrivacyLedger(privacy, lambda index, size: -(-size // 4), lambda batches: min(batches, 3))
 
 
-# ------------------------------------------------------------------ what is spent
+# ------------------------------------------------------------------ spending
 
 
 @pytest.mark.parametrize(("size", "steps"), [(16, 1), (16, 30), (100, 200), (3, 5)])
@@ -61,7 +61,7 @@ def test_poisson_accounting_matches_opacus(size: int, steps: int) -> None:
     theirs, ours = RDPAccountant(), ledger()
     theirs.history = [(1.1, 1 / -(-size // 4), steps)]
     ours.add(5, size, steps)
-    assert ours.epsilons() == {5: pytest.approx(theirs.get_epsilon(1e-3), rel=1e-2)}  # other orders
+    assert ours.epsilons() == {5: pytest.approx(theirs.get_epsilon(1e-3), rel=1e-2)}  # Opacus uses other orders
 
 
 def test_epsilon_bounds_the_exact_gaussian_mechanism() -> None:
@@ -88,7 +88,7 @@ def test_rounds_accumulate_per_client() -> None:
     assert ours.epsilons() == once.epsilons()
     assert list(ours.epsilons()) == [0, 7]
     before = ours.epsilons()[0]
-    ours.add(0, 20, 4)  # of other batches
+    ours.add(0, 20, 4)  # with another number of batches
     assert ours.epsilons()[0] > before
 
 
@@ -125,7 +125,7 @@ def test_counts_round_trip_through_a_checkpoint() -> None:
     again.add(0, 16, 9)
     again.add(9, 16, 4)
     assert list(again.epsilons()) == [0, 9]
-    again.load(ours.saved())  # in place of what there was
+    again.load(ours.saved())  # replaces the earlier counts
     assert again.epsilons() == ours.epsilons()
     assert ledger().saved().shape == (0, 3)
 
@@ -138,7 +138,7 @@ def test_invalid_counts_are_rejected(bad: Any) -> None:
         ledger().load(bad)
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ refusals
 
 
 @pytest.mark.parametrize(

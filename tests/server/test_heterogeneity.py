@@ -1,4 +1,4 @@
-"""Stragglers, deadlines and dropout: how much of its work each client completes, and what that does to a run."""
+"""Stragglers, deadlines and dropout: the work that each client completes, and the effect on a run."""
 
 import math
 from collections import Counter
@@ -240,7 +240,7 @@ BATCHES = [4, 2, 6, 2, 4, 3]
 
 
 class Record(FederatedCallback):
-    """Keep every round's report, and the parameters and states after it."""
+    """Keeps every round's report, and the parameters and states after it."""
 
     def __init__(self) -> None:
         self.reports: list[Any] = []
@@ -363,7 +363,7 @@ def test_empty_rounds_change_nothing_and_the_run_continues(algorithm: Any) -> No
         assert torch.equal(kept.models[r], kept.models[r - 1]) == (cohorts[r] == [])
         assert kept.states[r]["round"] == r + 1
         quiet += cohorts[r] == [] and any(cohorts[r + 1 :])
-    assert quiet > 0  # a round in which something happens comes after one in which nothing does
+    assert quiet > 0  # an empty round precedes a round with clients
 
 
 def test_run_with_empty_and_partial_rounds_resumes_exactly(tmp_path: Any) -> None:

@@ -93,7 +93,7 @@ def test_rounds_match_the_reference_algorithm() -> None:
         reports = {i: report(i, 0.0, size=3 + NAMES.index(i), square=level * random.uniform(0.1, 2)) for i in cohort}
         sampler.update(number, reports)
         reference.end(reports)
-        if number % 7 == 0:  # a sampler in its place, with its state, goes on
+        if number % 7 == 0:  # continue with a new sampler that loads the state
             again = OortSampler(k, clock=clock, pacer_step=1.5, window=3, squared_loss="square")
             again.load_state_dict(sampler.state_dict())
             sampler, restarts = again, restarts + 1
@@ -154,7 +154,7 @@ def test_empty_clients_do_not_reduce_the_cohort_size() -> None:
 
     population, sampler = Population(range(6), size_of), OortSampler(2)
     cohorts = [sampler(0, r, population) for r in range(20)]
-    assert {i for cohort in cohorts for i in cohort} == {1, 3, 5}  # the round reports what fails
+    assert {i for cohort in cohorts for i in cohort} == {1, 3, 5}  # the round reports failures
     assert {len(cohort) for cohort in cohorts} == {2}
     assert max(map(built.count, (0, 2, 4))) == 1
     sampler.update(0, {1: report(1, 1.0), 3: report(3, 1.0), 5: report(5, 0.1)})
@@ -187,7 +187,7 @@ def test_clients_over_the_participation_limit_come_last() -> None:
         sampler.update(number, {"a": report("a", 9.0)})
     sampler.update(3, {"b": report("b", 1.0), "c": report("c", 1.0)})
     assert all(sampler(0, r, list("abc")) == ["b", "c"] for r in range(20))
-    sampler.update(4, {"c": report("c", 1.0)})  # its second time, which is not too often
+    sampler.update(4, {"c": report("c", 1.0)})  # its second round: the limit is 2
     assert all(sampler(0, r, list("abc")) == ["b", "c"] for r in range(20))
     sampler.update(5, {"c": report("c", 1.0)})
     drawn = {tuple(sampler(0, r, list("abc"))) for r in range(40)}
@@ -200,7 +200,7 @@ def test_cohort_always_has_the_requested_size(k: int) -> None:
     for number in range(8):
         cohort = sampler(1, number, list("abcd"))
         assert len(set(cohort)) == k
-        sampler.update(number, {i: report(i, 0.0) for i in cohort})  # of no utility
+        sampler.update(number, {i: report(i, 0.0) for i in cohort})  # without utility
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Optimal Client Sampling: an unbiased estimate of least variance, in every engine, and the bytes of who sends."""
+"""Optimal Client Sampling: an unbiased estimate of least variance in every engine, and the bytes of the senders."""
 
 import itertools
 import math
@@ -25,7 +25,7 @@ EXAMPLES = [4, 9, 1, 6]
 
 
 def water_filling(u: np.ndarray, m: float) -> np.ndarray:
-    """Return what minimizes sum u_i^2 / p_i with p_i <= 1 and sum p_i = m: min(1, s u_i), s by bisection."""
+    """Return the p that minimizes sum u_i^2 / p_i with p_i <= 1 and sum p_i = m: min(1, s u_i), s by bisection."""
     if m >= len(u):
         return np.ones(len(u))
     low, high = 0.0, m / float(u.min())
@@ -36,7 +36,7 @@ def water_filling(u: np.ndarray, m: float) -> np.ndarray:
 
 
 def drawn(round: int, m: int = 2, **options: Any) -> tuple[frozenset[int], np.ndarray, list[float]]:
-    """Return who sends in a round, the estimate, and the weights."""
+    """Return the senders of a round, the estimate, and the weights."""
     options = {"weighting": "examples", "members": cohort(EXAMPLES), "rows": ROWS, **options}
     aggregator = OptimalClientSampling(m)
     aggregation = aggregator.of_round(
@@ -57,7 +57,7 @@ def test_estimate_is_unbiased_with_minimal_variance(m: int, weighting: str) -> N
     u = w * np.linalg.norm(ROWS, axis=1)
     p, rounds = water_filling(u, m), 400
     found = [drawn(r, m, weighting=weighting) for r in range(rounds)]
-    for i in range(4):  # with their probabilities, and independently
+    for i in range(4):  # clients send independently, with their probabilities
         times = sum(i in who for who, _, _ in found)
         assert abs(times - p[i] * rounds) <= 5 * math.sqrt(p[i] * (1 - p[i]) * rounds)
         for j in range(i):
@@ -80,11 +80,11 @@ def test_estimate_is_unbiased_with_minimal_variance(m: int, weighting: str) -> N
     assert missed < 0.02
     np.testing.assert_allclose(mean, w @ ROWS, rtol=1e-12, atol=1e-12)
     assert variance == pytest.approx(sum((1 - p) / p * u**2), rel=1e-9)
-    assert variance < 0.8 * sum((4 / m - 1) * u**2)  # of m clients drawn uniformly
+    assert variance < 0.8 * sum((4 / m - 1) * u**2)  # the variance of m uniform draws
 
 
 def test_repeated_draws_add_weight_and_senders_are_capped() -> None:
-    rows = ROWS * np.array([[1], [1], [0], [1]])  # one stands still
+    rows = ROWS * np.array([[1], [1], [0], [1]])  # one client does not move
     who, estimate, weights = drawn(0, m=9, weighting="uniform", members=cohort(EXAMPLES, [1, 3, 1, 1]), rows=rows)
     assert who == {0, 1, 2, 3}
     assert weights == pytest.approx([1 / 6, 3 / 6, 1 / 6, 1 / 6], rel=1e-12)
@@ -92,7 +92,7 @@ def test_repeated_draws_add_weight_and_senders_are_capped() -> None:
 
 
 class Alone:
-    """A process whose sums are added up by the test."""
+    """One of two processes. The test adds up their sums."""
 
     rank, size = 0, 2
 
@@ -157,7 +157,7 @@ def test_run_matches_the_loop_of_the_paper(whole: Any) -> None:
             is_sender = float(torch.rand((), generator=stream, dtype=torch.float64)) < chance
             assert report.weights[i] == pytest.approx(w[i] / chance if is_sender else 0.0, rel=1e-9)
             step, senders = step + report.weights[i] * updates[i], senders + is_sender
-        momentum = 0.5 * momentum + step  # a round in which nobody sends takes its step too
+        momentum = 0.5 * momentum + step  # a round without senders takes a step too
         np.testing.assert_allclose(record.x[number].numpy(), x + momentum, rtol=1e-12, atol=1e-12)
         x = record.x[number].numpy()
         assert report.bytes_up == senders * x.nbytes + 4 * 8

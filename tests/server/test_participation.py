@@ -1,4 +1,4 @@
-"""Who the clients are: ids, stored indices, sizes, those that are empty, and those that have taken part."""
+"""The population: ids, stored indices, sizes, empty clients, and clients that have taken part."""
 
 import inspect
 import io
@@ -23,7 +23,7 @@ SIZES: dict[Any, int] = {"a": 4, 7: 0, "c": 6, "d": 2}
 
 
 class Asked:
-    """Sizes, and how often they were asked for."""
+    """Returns sizes, and records the ids that were asked for."""
 
     def __init__(self, sizes: dict[Any, int]) -> None:
         self.sizes, self.ids = sizes, []
@@ -120,10 +120,10 @@ def test_all_sizes_are_read_only_once(first: str) -> None:
     getattr(population, first)
     assert asked.ids == list(SIZES)
     assert population.sizes == [4, 0, 6, 2]
-    assert population.mean_size == known()[0].mean_size == 4.0  # empty clients do not count, though N has them
+    assert population.mean_size == known()[0].mean_size == 4.0  # empty clients do not count, although N includes them
     assert population.size("a") == 4
     assert asked.ids == list(SIZES)
-    assert not population.sizes_are_known  # as before: what rounds do does not depend on who has asked
+    assert not population.sizes_are_known  # still False: reading sizes does not change the rounds
     assert len(population) == 4
 
 
@@ -164,7 +164,7 @@ def test_empty_clients_are_never_drawn() -> None:
     assert [RoundRobinSampler(1)(0, r, population) for r in range(3)] == [["a"], ["c"], ["d"]]
 
 
-# ------------------------------------------------------------------ those that have taken part
+# ------------------------------------------------------------------ participation
 
 
 @given(st.integers(1, 70).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.lists(st.integers(0, n - 1))))))

@@ -1,4 +1,4 @@
-"""Power-of-Choice: candidates by p_k, and of them the clients of the highest loss, fresh or last known."""
+"""Power-of-Choice: candidates drawn by p_k, then the ones with the highest loss, fresh or last known."""
 
 import math
 from collections import Counter
@@ -22,7 +22,7 @@ def reports(losses: dict[str, float], steps: int = 1) -> Any:
 
 
 def highest(losses: dict[str, float], m: int) -> set[str]:
-    """Return the reference: the names of the m highest losses, none of which are equal."""
+    """Return the reference: the names of the m highest losses, which must all differ."""
     names, values = np.array(list(losses)), np.array(list(losses.values()))
     return set(names[np.argsort(-values)[:m]])
 
@@ -58,7 +58,7 @@ def test_ties_are_broken_at_random() -> None:
 
 def test_last_losses_rank_candidates_with_unseen_clients_first() -> None:
     sampler, random = PowerOfChoiceSampler(2, 4, losses="last", weights=WEIGHTS), np.random.default_rng(0)
-    among = PowerOfChoiceSampler(2, 4, weights=WEIGHTS)  # has the same candidates
+    among = PowerOfChoiceSampler(2, 4, weights=WEIGHTS)  # draws the same candidates
     known = dict.fromkeys(NAMES, np.inf)
     for number in range(40):
         assert sampler.needs_losses_of(3, number, NAMES) == []

@@ -1,4 +1,4 @@
-"""Differential privacy: what is clipped, the noise and its account, what is released, and what would void it."""
+"""Differential privacy: clipping, the noise and its account, released values, and settings that would void it."""
 
 import importlib
 import math
@@ -36,7 +36,7 @@ SIZES = (13, 8, 21, 5, 16, 9)
 
 @pytest.fixture(autouse=True, scope="module")
 def _sums_are_computed_once() -> Iterator[None]:
-    """Spare a trainer 0.1 s: Opacus sums over thousands of terms for each order, the same for the same noise."""
+    """Cache Opacus's sums, which have thousands of terms for each order. This saves 0.1 s per trainer."""
     rdp = pytest.importorskip("opacus.accountants.analysis.rdp", reason="no Opacus, which accounts for privacy")
     once = cache(rdp.compute_rdp)
 
@@ -49,7 +49,7 @@ def _sums_are_computed_once() -> Iterator[None]:
 
 
 def bound(probability: float = 0.5, max_norm: float = 2.0, z: float = 1e-12, delta: float = 1e-5) -> Any:
-    """Return an aggregator as a run has it, without noise to speak of unless told otherwise."""
+    """Return an aggregator that is bound to a run, with negligible noise by default."""
     return DifferentialPrivacy(max_norm, z, delta).for_run(FedAvg(), None, BernoulliSampler(probability))
 
 
@@ -70,7 +70,7 @@ def private(**kwargs: Any) -> Any:
 def test_mean_divides_clipped_sums_by_the_expected_clients() -> None:
     aggregation = of_round(bound(probability=0.5, max_norm=2.0), clients=3)
     x = torch.zeros(2, dtype=torch.float64)
-    for i, message in enumerate(([6.0, 8.0], [0.0, 1.0], [-30.0, 40.0])):  # of norms 10, 1, 50
+    for i, message in enumerate(([6.0, 8.0], [0.0, 1.0], [-30.0, 40.0])):  # the norms are 10, 1, 50
         add_one(aggregation, i, 1, {"delta": torch.tensor(message, dtype=torch.float64)})
     want = torch.tensor([1.2 + 0.0 - 1.2, 1.6 + 1.0 + 1.6], dtype=torch.float64) / (0.5 * 10)
     means, models = aggregation.compute(x)
@@ -109,7 +109,7 @@ def test_noise_is_gaussian_and_independent() -> None:
     for power, want in ((1, 0.0), (2, 1.0), (3, 0.0), (4, 3.0)):
         spread = math.sqrt({1: 1, 2: 2, 3: 15, 4: 96}[power] / len(noise))
         assert float((noise**power).mean()) == pytest.approx(want, abs=6 * spread)
-    for lag in (1, 200_000, 200_001):  # the two numbers of a pair, and neighbours
+    for lag in (1, 200_000, 200_001):  # the two numbers of a pair, and neighbors
         assert abs(float((noise[lag:] * noise[:-lag]).mean())) < 6 / math.sqrt(len(noise) - lag)
     within = [float((noise.abs() < bound).double().mean()) for bound in (0.5, 1.0, 2.0, 3.0)]
     want = [math.erf(bound / math.sqrt(2)) for bound in (0.5, 1.0, 2.0, 3.0)]
@@ -215,7 +215,7 @@ def test_empty_round_still_adds_noise() -> None:
     t = private(aggregator=DifferentialPrivacy(1e-6, 1.0, 1e-5), sampler=BernoulliSampler(1e-6), max_rounds=1)
     t.fit(model, data(SIZES))
     moved = torch.cat([p.detach().flatten() for p in model.parameters()]) - before
-    assert float(moved.std()) == pytest.approx(1 / 6, rel=0.3)  # 1e-6 by the expected 6e-6 clients
+    assert float(moved.std()) == pytest.approx(1 / 6, rel=0.3)  # 1e-6 divided by the expected 6e-6 clients
     assert t.fit_loop.round == 1
 
 
@@ -260,11 +260,11 @@ def test_cohorts_are_drawn_from_system_entropy(monkeypatch: pytest.MonkeyPatch) 
     for _ in range(2):
         private(max_rounds=1, seed=7).fit(seeded(), data(SIZES))
     assert len(set(secrets)) == len(secrets) == 2
-    assert min(secrets) >= 2**80  # with all but certainty, of 128 bits
+    assert min(secrets) >= 2**80  # almost certain for 128 bits
 
 
 def test_cohorts_use_the_whole_secret_and_the_given_probability() -> None:
-    one, other, everybody = 137268, 196107, range(1000)  # secrets that give a generator of 32 bits the same seed
+    one, other, everybody = 137268, 196107, range(1000)  # both secrets give a 32-bit generator the same seed
     assert len({derive_seed(secret, Purpose.COHORT, 0) % 2**32 for secret in (one, other)}) == 1
     aggregator = bound(probability=0.3)
     cohorts = [aggregator.cohort(secret, r, everybody) for secret in (one, other) for r in range(50)]
@@ -327,7 +327,7 @@ def test_resume_of_a_non_private_run_is_rejected(tmp_path: Path) -> None:
         private(max_rounds=2).fit(seeded(), data(SIZES), ckpt_path=saver.last_model_path)
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ refusals
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Cohorts: functions of (seed, round) alone, of the promised sizes and frequencies, refused by name."""
+"""Cohorts depend only on (seed, round), have the promised sizes and frequencies, or are refused by name."""
 
 import math
 import re
@@ -59,11 +59,11 @@ def counts(sampler: Any, population: Sequence[Any], rounds: int, seed: int = 0) 
 
 
 def assert_frequency(found: int, p: float, trials: int) -> None:
-    """Allow five standard deviations of a binomial count."""
+    """Check a binomial count within five standard deviations."""
     assert abs(found - p * trials) <= 5 * math.sqrt(p * (1 - p) * trials), (found, p * trials)
 
 
-# ------------------------------------------------------------------ what all samplers have in common
+# ------------------------------------------------------------------ all samplers
 
 
 @pytest.mark.parametrize("sampler", ALL, ids=repr)
@@ -287,7 +287,7 @@ def test_extreme_random_values_never_draw_zero_weight_clients(share: float, monk
     monkeypatch.setattr(torch, "rand", lambda k, **_: torch.full((k,), share, dtype=torch.float64))
     sampler = WeightedSampler(2, {"a": 0.0, "b": 0.1, "c": 0.7, "d": 0.0})
     assert sampler(0, 0, NAMES) == (["b", "b"] if share == 0 else ["c", "c"])
-    # the product of the share and the smallest number there is rounds up to the whole
+    # the product of the share and the smallest positive float rounds up to that float
     assert WeightedSampler(2, {"a": 0.0, "b": 5e-324, "c": 0.0})(0, 0, NAMES[:3]) == ["b", "b"]
 
 
@@ -394,7 +394,7 @@ def test_second_cohort_uses_the_same_longitudes() -> None:
         for row, seed in enumerate((0, 12345)):
             counts[row, r % day, draw(sampler, seed, r, range(n), run_seed=0)] += 1
     work, gradient = counts / 60
-    assert not np.array_equal(work, gradient)  # draws of their own
+    assert not np.array_equal(work, gradient)  # each has its own draws
     assert np.abs(work - gradient).max() < 0.45  # five standard deviations of a difference
     elsewhere = attendance(sampler, n, day, 60, seed=12345)
     assert np.abs(work - elsewhere).max() > 0.8
@@ -439,7 +439,7 @@ def test_invalid_rounds_per_day_are_rejected(day: float) -> None:
         AvailabilitySampler(1, rounds_per_day=day)
 
 
-# ------------------------------------------------------------------ samplers of the user's own
+# ------------------------------------------------------------------ user-defined samplers
 
 
 class TwoArguments:
@@ -508,7 +508,7 @@ def test_booleans_and_floats_are_rejected_as_ids(found: Any) -> None:
 
 
 class Turns:
-    """A user's sampler: the client that has taken part least often, by its reports."""
+    """A user's sampler: the two clients that have taken the fewest steps, by their reports."""
 
     def __init__(self, state: Any = None) -> None:
         self.times: dict[Any, Any] = {} if state is None else state
@@ -642,7 +642,7 @@ def test_fresh_losses_support_every_kind_of_method(method: Any) -> None:
     assert_close(state_of(whole), state_of(at_once))
 
 
-# ------------------------------------------------------------------ what a round makes of it
+# ------------------------------------------------------------------ the cohort of a round
 
 
 def test_highest_fresh_losses_are_selected_and_counted_in_bytes() -> None:
@@ -663,7 +663,7 @@ def test_highest_fresh_losses_are_selected_and_counted_in_bytes() -> None:
         assert (report.bytes_up, report.bytes_down) == (2 * x + 4 * 8, 4 * x)
     plain = Record()
     run("sequential", sampler=lambda seed, round: record.rounds[round].cohort, callbacks=[plain], **FOUR)
-    assert all(torch.equal(a, b) for a, b in zip(plain.x, record.x, strict=True))  # measuring leaves no trace
+    assert all(torch.equal(a, b) for a, b in zip(plain.x, record.x, strict=True))  # measuring does not change the run
 
 
 def test_candidate_with_a_failing_loss_stops_the_run_or_is_dropped() -> None:
@@ -696,7 +696,7 @@ def test_candidate_with_a_non_finite_loss_counts_as_failed(engine: str) -> None:
 
 
 class OnDemand(FederatedDataModule):
-    """Builds clients on demand, and one of them cannot be built."""
+    """Builds clients on demand. One of them cannot be built."""
 
     client_ids = range(len(SIZES))
 
@@ -784,7 +784,7 @@ def test_invalid_sampler_state_in_a_checkpoint_is_rejected(tmp_path: Path) -> No
         ran("last losses", ckpt_path=tmp_path / "bad.ckpt")
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ refusals
 
 
 @pytest.mark.parametrize(
@@ -822,7 +822,7 @@ def test_incompatible_options_are_rejected(options: dict[str, Any], message: str
 
 
 class Asks(Turns):
-    """Asks for losses, in some form."""
+    """Asks for losses in the given form."""
 
     def __init__(self, form: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Everything that outlives a round: committed as a whole, saved and loaded as a whole, refused by name."""
+"""The state that outlives a round is committed, saved and loaded as a whole, or refused by name."""
 
 import copy
 import io
@@ -160,7 +160,7 @@ def test_totals_count_distinct_clients_and_all_bytes() -> None:
 
 
 def saved(s: Server) -> dict[str, Any]:
-    """Return the state as it comes back from a file that may hold plain containers and tensors only."""
+    """Return the state after a round trip through a file with only plain containers and tensors."""
     file = io.BytesIO()
     torch.save(s.state_dict(), file)
     file.seek(0)

@@ -40,7 +40,7 @@ def test_plain_sgd_uses_the_mean_model_without_rounding() -> None:
     step = server(x=x)
     step.step(direction, mean)
     assert torch.equal(step.x, mean)
-    assert x.tolist() == [1e8, -3.0]  # the vector it was given is not its own
+    assert x.tolist() == [1e8, -3.0]  # the step does not change the given vector
 
 
 def test_plain_sgd_adds_the_direction_without_a_mean_model() -> None:
@@ -94,7 +94,7 @@ def test_momentum_persists_across_rounds() -> None:
 
 
 def walk(step: ServerStep, rounds: int, models: bool = False, empty: tuple[int, ...] = ()) -> list[float]:
-    """Take rounds of direction one and return x after each."""
+    """Take rounds with direction 1, and return x after each."""
     out = []
     for r in range(rounds):
         if r not in empty:
@@ -152,7 +152,7 @@ def test_schedule_resumes_exactly(schedule: Any, stop: int) -> None:
     file = io.BytesIO()
     torch.save(first.state_dict(), file)
     file.seek(0)
-    walk(second, 2)  # what it did before does not matter
+    walk(second, 2)  # loading discards these rounds
     second.load_state_dict(torch.load(file, weights_only=True))
     assert walk(second, 10 - stop) == straight[stop:]
 

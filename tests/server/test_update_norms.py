@@ -37,7 +37,7 @@ def equation_7(norms: list[float], m: int) -> np.ndarray:
 
 
 def water_filling(norms: list[float], m: int) -> np.ndarray:
-    """Return what minimizes sum u_i^2 / p_i with p_i <= 1 and sum p_i = m: min(1, s u_i), s by bisection."""
+    """Return the p that minimizes sum u_i^2 / p_i with p_i <= 1 and sum p_i = m: min(1, s u_i), s by bisection."""
     u, low, high = np.array(norms), 0.0, m / min(norms)
     for _ in range(200):
         middle = (low + high) / 2
@@ -91,7 +91,7 @@ def test_clients_are_drawn_independently_with_their_probabilities() -> None:
     for name, chance in zip(IDS, p, strict=True):
         found = sum(name in cohort for cohort in cohorts)
         assert abs(found - chance * rounds) <= 5 * math.sqrt(chance * (1 - chance) * rounds)
-    both = sum("a" in cohort and "e" in cohort for cohort in cohorts)  # independently
+    both = sum("a" in cohort and "e" in cohort for cohort in cohorts)  # the draws are independent
     assert abs(both - p[0] * p[4] * rounds) <= 5 * math.sqrt(p[0] * p[4] * rounds)
 
 

@@ -1,4 +1,4 @@
-"""A FLARE of this process, whose waits are short."""
+"""A stand-in for FLARE in this process, with short waits."""
 
 from collections.abc import Iterator
 from pathlib import Path

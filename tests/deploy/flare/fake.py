@@ -1,4 +1,4 @@
-"""The few calls of FLARE that the transport makes, answered by sites of this process. No NVFlare is needed."""
+"""The FLARE calls of the transport, answered by sites of this process without NVFlare."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -24,10 +24,10 @@ class Flare:
     """Sites that answer at once.
 
     Attributes:
-        spoils: Takes a site and its result, and returns what comes of it; None loses it.
-        asked: The sites that were asked, with the phases and the clients.
-        given_back: Tasks that were cancelled.
-        silent_for: For how long FLARE has not heard of a site.
+        spoils: Takes a site and its result, and returns the result to deliver. None loses it.
+        asked: The site, phases and clients of each request.
+        given_back: Cancelled tasks.
+        silent_for: Takes a site, and returns the seconds since FLARE last heard from it.
     """
 
     def __init__(self, folder: Path, sites: Mapping[str, Sequence[int]] = SITES) -> None:

@@ -30,7 +30,7 @@ _BUILDERS = [
 
 
 class Federation:
-    """FLARE's processes on this machine, which are started again when a test asks for it, and end with the context."""
+    """FLARE's processes on this machine. Tests can restart them, and they end with the context."""
 
     def __init__(self, folder: Path, method: str) -> None:
         self.folder = folder
@@ -76,7 +76,7 @@ class Federation:
             )
 
     def session(self) -> Session:
-        """Return a session of the administrator; a new one after the server has ended."""
+        """Return the administrator's session, or a new one after the server has ended."""
         if self._session is None:
             self._session = new_secure_session(ADMIN, str(self.kits / ADMIN), timeout=60.0)
         return self._session
@@ -88,7 +88,7 @@ class Federation:
         return str(self.patient(lambda: self.session().get_job_meta(job))["status"])
 
     def patient(self, ask: Callable[[], Any]) -> Any:
-        """Ask until the server answers."""
+        """Retry until the server answers, for at most two minutes."""
         end = time.monotonic() + 120
         while True:
             try:
@@ -103,7 +103,7 @@ class Federation:
                 time.sleep(1)
 
     def job_processes(self, name: str) -> list[int]:
-        """Return the processes of a job on the server or on a site."""
+        """Return the process ids of a job on the server or on a site."""
         parent, found = self.processes.get(name), []
         if parent is not None:
             with suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""Jobs for FLARE of the tests' own functions, and simulators that run them."""
+"""FLARE jobs that use the tests' functions, and a simulator that runs them."""
 
 import json
 import os
@@ -25,7 +25,7 @@ serve_site({make_trainer!r}, {make_model!r}, "tests.deploy.task:make_data", {sit
 
 
 def written_job(folder: Path, external: bool = False, min_clients: int = len(SITES), **controller: Any) -> Path:
-    """Write a job into a folder, whose checkpoint and states are there as well; return the job's folder."""
+    """Write a job whose checkpoint and states are in the same folder, and return the job's folder."""
     job = folder / "job"
     for made in (job / "app" / "config", job / "app" / "custom"):
         made.mkdir(parents=True)
@@ -58,14 +58,14 @@ def written_job(folder: Path, external: bool = False, min_clients: int = len(SIT
 
 @contextmanager
 def running(folder: Path, method: str) -> Iterator[Any]:
-    """Run a written job in FLARE's simulator, with a folder of its own."""
+    """Run a written job in FLARE's simulator, with its own workspace."""
     environment = {**os.environ, "METHOD": method, "PYTHONPATH": str(ROOT)}
     with simulator(folder / "job", folder / "workspace", list(SITES), environment) as process:
         yield process
 
 
 def rounds_in(checkpoint: Path) -> int:
-    """Return how many rounds a checkpoint has."""
+    """Return the number of completed rounds in a checkpoint, or 0 without one."""
     if not checkpoint.is_file():
         return 0
     saved = torch.load(checkpoint, weights_only=True, map_location="meta", mmap=True)
@@ -73,7 +73,7 @@ def rounds_in(checkpoint: Path) -> int:
 
 
 def site_processes(folder: Path) -> dict[str, int]:
-    """Return the resident processes of the sites that have one."""
+    """Return the ids of the sites' resident processes, without sites that have none."""
     found = {}
     for name in SITES:
         try:

@@ -1,4 +1,4 @@
-"""``lightning-fed deploy nvflare`` writes a job from a configuration, and ends all that it has started."""
+"""``lightning-fed deploy nvflare`` writes a job from a configuration, and ends every process that it starts."""
 
 import importlib
 import json
@@ -74,7 +74,7 @@ def test_signal_ends_everything_that_was_started(number: int, tmp_path: Path, mo
         try:
             yield Endless()
         finally:
-            os.kill(os.getpid(), number)  # an impatient user's second one
+            os.kill(os.getpid(), number)  # an impatient user sends a second signal
             ended.append(number)
 
     monkeypatch.setattr(configured, "simulator", simulator)
@@ -95,7 +95,7 @@ def test_failing_simulator_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.thorough
 @needs_linux
 def test_no_process_outlives_the_simulator_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients of the simulator are leaders of their own sessions."""
+    """The simulator's clients lead their own sessions."""
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\nsetsid sh -c 'trap \"\" TERM; sleep 1000 & wait' &\nsleep 1000\n")
     script.chmod(0o755)

@@ -1,4 +1,4 @@
-"""The controller of a job: its arguments, and what it makes of FLARE's results."""
+"""The controller of a job: its arguments, and its reading of FLARE's results."""
 
 import importlib
 import sys

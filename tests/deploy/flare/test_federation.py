@@ -21,16 +21,16 @@ from tests.deploy.processes import is_alive, needs_linux, wait_for
 
 METHOD, ROUNDS = "Scaffold ii", 5
 KILLS = {"server": 1, "client": 1, "server job": 2, "client job": 2, "site process": 8}
-pytestmark = [needs_linux, pytest.mark.thorough, pytest.mark.timeout(1800)]  # minutes where nothing else runs
+pytestmark = [needs_linux, pytest.mark.thorough, pytest.mark.timeout(1800)]  # takes minutes on an idle machine
 
 
 class Run:
-    """A run whose job is submitted again when it has ended, and whose processes are started again.
+    """A run that resubmits its job when it has ended, and restarts killed processes.
 
     Args:
         federation: FLARE's processes.
-        folder: For the job, its checkpoint and its sites.
-        controller: Further arguments of the controller.
+        folder: Holds the job, its checkpoint and its sites.
+        controller: More arguments of the controller.
     """
 
     def __init__(self, federation: Federation, folder: Path, **controller: float) -> None:
@@ -40,7 +40,7 @@ class Run:
         self.job: str | None = None
 
     def pids(self, what: str) -> list[tuple[str, int]]:
-        """Return the processes of a kind, with the site or the server that they belong to."""
+        """Return the process ids of a kind, each with its site or the server."""
         members = ["server"] if what.startswith("server") else list(SITES)
         if what == "site process":
             return list(site_processes(self.folder).items())
@@ -60,13 +60,13 @@ class Run:
         if what in ("server", "client"):
             self.federation.processes[name].wait()
             self.federation.start(name)
-            self.abort()  # FLARE lets no client come back into a job
+            self.abort()  # FLARE does not let a client rejoin a job
         return True
 
     def abort(self) -> None:
         if (job := self.job) is not None:
-            self.federation.status(job)  # the server answers again
-            with suppress(InternalError):  # it does not run any more
+            self.federation.status(job)  # waits until the server answers again
+            with suppress(InternalError):  # the job has ended
                 self.federation.session().abort_job(job)
         self.job = None
 
@@ -81,7 +81,7 @@ class Run:
         return rounds_in(self.checkpoint) >= ROUNDS
 
     def wait_for(self, holds: Callable[[], bool], seconds: float = 600.0) -> None:
-        """Keep up until something holds."""
+        """Resubmit ended jobs until a condition holds."""
         end = time.monotonic() + seconds
         while not holds():
             assert time.monotonic() < end, self.federation.log()
@@ -89,7 +89,7 @@ class Run:
             time.sleep(1)
 
     def ended(self) -> str:
-        """Wait until the job has ended, and return how."""
+        """Wait until the job has ended, and return its status."""
         assert self.job is not None
         while not (status := self.federation.status(self.job)).startswith("FINISHED"):
             time.sleep(1)

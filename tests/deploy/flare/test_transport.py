@@ -1,4 +1,4 @@
-"""Tasks reach their sites and replies the server, whatever FLARE loses, and not one site is trusted."""
+"""Tasks reach their sites, and replies reach the server, whatever FLARE loses. No site is trusted."""
 
 import threading
 from typing import Any
@@ -73,7 +73,7 @@ def test_unresponsive_site_is_named_and_can_return_later(flare: Flare) -> None:
 
 @pytest.mark.thorough
 def test_silent_site_is_awaited_only_if_the_round_requires_it(flare: Flare, caplog: pytest.LogCaptureFixture) -> None:
-    """It comes back in the third round, registers, and takes part from the next one on."""
+    """The site returns in the third round, registers, and takes part from the next round on."""
     drops = {"on_client_error": "drop", "clients_per_round": 1.0, "max_failed_share": 0.3}
     flare.spoils = lambda site, result: None if silence(site) else result
 
@@ -85,7 +85,7 @@ def test_silent_site_is_awaited_only_if_the_round_requires_it(flare: Flare, capl
     assert [phases for site, phases, _ in flare.asked if site == "site-2"] == ["register"] * 4 + ["train"] * 2
     assert len(flare.given_back) == 3
     assert caplog.messages.count("Client 1 does not answer: its site was not connected for 300 s") == 1
-    for silent, options in ((("site-2", "site-3"), drops), (("site-2",), {})):  # too many, and none may fail
+    for silent, options in ((("site-2", "site-3"), drops), (("site-2",), {})):  # too many fail, or none may fail
         flare.silent_for = lambda site, silent=silent: 301.0 * (site in silent)  # type: ignore[misc]
         flare.spoils = lambda site, result, silent=silent: None if site in silent else result  # type: ignore[misc]
         caplog.clear()
@@ -111,7 +111,7 @@ def test_large_messages_are_sent_one_at_a_time(flare: Flare, monkeypatch: pytest
 
 
 def test_site_cannot_answer_for_another_site(flare: Flare) -> None:
-    """Site 3 sends what site 1 would: its own clients have no reply, and client 0 keeps its site."""
+    """Site 3 forges the reply of site 1: its own clients have no reply, and client 0 keeps its site."""
     seen: dict[str, Any] = {}
 
     def forged(site: str, result: Any) -> Any:

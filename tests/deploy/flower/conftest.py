@@ -1,4 +1,4 @@
-"""Nodes of a Flower run in this process; nothing of Flower is imported where it is not installed."""
+"""Nodes of a Flower run in this process. Flower is imported lazily, since it may be missing."""
 
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setenv("METHOD", "Scaffold ii")
     for name, value in (("_run_id", 1), ("_node_id", 1), ("_task_id", 1)):
-        monkeypatch.setattr(TaskIdentity, name, value)  # whose process this is, as Flower sets it
+        monkeypatch.setattr(TaskIdentity, name, value)  # Flower sets these ids in its processes
     monkeypatch.setattr(client, "SiteProcess", SitesHere)
-    monkeypatch.setattr(client, "end_with", SitesHere.ends_with.add)  # this process is no ClientApp
+    monkeypatch.setattr(client, "end_with", SitesHere.ends_with.add)  # this process is not a ClientApp
     monkeypatch.setattr(server, "_PAUSE", 0.01)
     monkeypatch.setattr(server, "_BACK_OFF", 0.0)
     configs = [{"client-id": ids, "state-dir": str(tmp_path / f"site{n}")} for n, ids in enumerate((0, 1, "2,3"))]

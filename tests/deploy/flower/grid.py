@@ -1,4 +1,4 @@
-"""Flower's grid in one process: nodes that answer when they are asked for, and that can lose what they were asked."""
+"""Flower's grid in one process. Nodes answer when the server pulls replies, and can lose messages."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -19,18 +19,18 @@ from tests.deploy.wire import make_trainer, parameters, simulated
 
 
 class NodesHere(Grid):
-    """Nodes of this process.
+    """Nodes in this process.
 
     Args:
-        app: What they run.
+        app: The ClientApp of the nodes.
         nodes: Their configurations by id.
     """
 
     def __init__(self, app: ClientApp, nodes: Mapping[int, dict[str, Any]]) -> None:
         self.app, self.nodes = app, dict(nodes)
         self.waiting: dict[str, Message] = {}
-        self.to_lose: list[str] = []  # kinds of messages, each to be lost once
-        self.to_fail: list[str] = []  # kinds of messages, each to be answered once with an error
+        self.to_lose: list[str] = []  # kinds of messages to lose, once per entry
+        self.to_fail: list[str] = []  # kinds of messages to answer with an error, once per entry
         self.asked: list[tuple[int, str]] = []
 
     def set_run(self, run: Any) -> None:
@@ -79,12 +79,12 @@ class NodesHere(Grid):
         )
         try:
             return [self.app(message, context)]
-        except Exception as error:  # as Flower does
+        except Exception as error:  # Flower also replies with an error
             return [Message(Error(code=2, reason=str(error)), reply_to=message)]
 
 
 class SitesHere:
-    """Resident processes that are none: they answer in this one."""
+    """Stand-ins for resident processes that answer in this process."""
 
     open: dict[str, SiteWorker] = {}
     ends_with: set[int] = set()

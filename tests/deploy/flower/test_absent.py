@@ -1,4 +1,4 @@
-"""Clients without a node: a phase waits for them for a while only, and only where the round can do without them."""
+"""Clients without a node: a phase stops waiting for them after a while if the round can continue without them."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +16,13 @@ LIMIT, TIMEOUT = 300.0, 3600.0
 
 
 class Clock:
-    """The transport's time, which passes only while it sleeps; then something may happen."""
+    """A clock that advances only while the transport sleeps, and then runs the due events."""
 
     def __init__(self) -> None:
         self.now, self.events = 0.0, list[tuple[float, Any]]()
 
     def sleep(self, seconds: float) -> None:
-        self.now += 1000 * seconds  # 10 s
+        self.now += 1000 * seconds  # a pause of 0.01 s takes 10 s
         while self.events and self.events[0][0] <= self.now:
             self.events.pop(0)[1]()
 
@@ -35,7 +35,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def at(nodes: Any, group: str, happens: Any) -> None:
-    """Let something happen once, at the first look for a reply to a phase."""
+    """Call ``happens`` once, when the server first looks for a reply to a phase."""
     answer, to_do = nodes._replies, [happens]
 
     def replies(key: str) -> Any:
@@ -99,14 +99,14 @@ def test_slow_node_is_awaited(nodes: Any, tmp_path: Any, clock: Clock, caplog: p
     run(nodes, tmp_path / "last.ckpt", TIMEOUT, 600.0, absent_after=LIMIT, max_rounds=2, **DROPS)
     assert cohorts(caplog) == ["[0, 2, 3]"] * 2
     assert 20 * LIMIT < clock.now < 2 * TIMEOUT
-    assert nodes.asked.count((100, "query")) == 5  # who it is, and twice a round, at twice the distance
+    assert nodes.asked.count((100, "query")) == 5  # one to identify it, then two a round at doubling intervals
 
 
 @pytest.mark.thorough
 def test_server_started_before_its_nodes_waits_for_them(
     nodes: Any, tmp_path: Any, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Too many are absent for a round to go on; the first that comes does not end the wait for others."""
+    """Too many clients are absent for a round to continue. The first arrival does not end the wait for others."""
     late = dict(nodes.nodes)
     nodes.nodes.clear()
     clock.events = [
@@ -121,7 +121,7 @@ def test_server_started_before_its_nodes_waits_for_them(
 def test_run_waits_for_a_node_that_has_not_identified_itself(
     nodes: Any, tmp_path: Any, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It may be at work for another run."""
+    """The node may be working for another run."""
     answer = nodes._replies
     nodes._replies = lambda key: [] if is_busy(key) else answer(key)
 

@@ -30,7 +30,7 @@ QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 def test_app_from_a_configuration_is_valid_for_flower(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == "federated_app"]:  # of another test's app
+    for name in [name for name in sys.modules if name.split(".")[0] == "federated_app"]:  # left by another test's app
         monkeypatch.delitem(sys.modules, name)
     out = tmp_path / "app"
     words = ["deploy", "flower", "--config", QUICKSTART, "--out", str(out), "--run", "false"]
@@ -58,7 +58,7 @@ def test_app_from_a_configuration_is_valid_for_flower(
 
 
 class Started:
-    """Stands for Flower's processes, whose run takes for ever; a signal comes meanwhile."""
+    """A stand-in for Flower's processes with an endless run, which a signal interrupts."""
 
     number: int = 0
     ended: list[str] = []
@@ -70,7 +70,7 @@ class Started:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.kill(os.getpid(), self.number)  # an impatient user's second one
+        os.kill(os.getpid(), self.number)  # an impatient user sends a second signal
         self.ended.append("all")
 
     def submit(self, app: Path) -> str:

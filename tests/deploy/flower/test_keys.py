@@ -1,4 +1,4 @@
-"""SuperNodes with keys, over TLS: who is admitted, whose a client is, and how one that was killed comes back."""
+"""SuperNodes with keys over TLS: admission, the owners of clients, and the return of a killed SuperNode."""
 
 import shutil
 import time
@@ -23,7 +23,7 @@ CLIENTS = ("0", "1", "2,3", "0")
 pytestmark = [
     needs_linux,
     pytest.mark.thorough,
-    pytest.mark.timeout(1800),  # minutes where nothing else runs
+    pytest.mark.timeout(1800),  # takes minutes on an idle machine
     pytest.mark.skipif(shutil.which("flower-superlink") is None, reason="no flower-superlink on the path"),
 ]
 
@@ -47,7 +47,7 @@ class WithKeys(LocalFlower):
         return super()._start(name, [*(word for word in command if word != "--insecure"), *own])
 
     def is_admitted(self, number: int) -> bool:
-        """Start a SuperNode, and return whether the SuperLink takes it; if not, the process has ended."""
+        """Start a SuperNode, and return whether the SuperLink admits it. If not, the process has ended."""
         name = f"supernode{number}"
         said = len(self.log(name)) if (self.logs / f"{name}.log").is_file() else 0
         self.start_supernode(number)
@@ -86,7 +86,7 @@ def test_killed_site_with_a_key_rejoins_and_keeps_its_client(tmp_path: Path, mon
         flower.supernodes[0].wait()
         killed = time.monotonic()
         refused = 0
-        while not flower.is_admitted(0):  # as a service manager starts it again and again
+        while not flower.is_admitted(0):  # a service manager also restarts it repeatedly
             refused += 1
             assert time.monotonic() - killed < 300
             time.sleep(10)

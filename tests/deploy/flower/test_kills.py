@@ -1,4 +1,4 @@
-"""Real processes of Flower that are killed, those of the server among them, and started again as the page says."""
+"""Real Flower processes, including the server's, are killed and restarted as the documentation describes."""
 
 import os
 import random
@@ -26,22 +26,22 @@ from tests.deploy.wire import make_trainer, simulated
 
 METHOD, ROUNDS = "Scaffold ii", 5
 KILLS = {"superlink": 3, "serverapp": 4, "clientapp": 3, "supernode": 9, "site process": 11}
-_PATIENCE = 120.0  # seconds in which a run's ServerApp is to start
+_PATIENCE = 120.0  # seconds for a run's ServerApp to start
 pytestmark = [
     needs_linux,
     pytest.mark.thorough,
-    pytest.mark.timeout(1800),  # minutes where nothing else runs
+    pytest.mark.timeout(1800),  # takes minutes on an idle machine
     pytest.mark.skipif(shutil.which("flower-superlink") is None, reason="no flower-superlink on the path"),
 ]
 
 
 class Run:
-    """A run whose processes are started again when they have ended, as a service manager does.
+    """A run that restarts its ended processes, as a service manager does.
 
     Args:
         flower: Flower's processes.
         app: The folder of the app.
-        sites: Those of the sites.
+        sites: The folders of the sites.
     """
 
     def __init__(self, flower: LocalFlower, app: Path, sites: list[Path]) -> None:
@@ -50,7 +50,7 @@ class Run:
         self.submitted = -_PATIENCE
 
     def pids(self, what: str) -> list[int]:
-        """Return the processes of a kind."""
+        """Return the process ids of a kind."""
         assert self.flower.superlink is not None
         nodes = list(self.flower.supernodes.values())
         if what in ("superlink", "supernode"):
@@ -71,13 +71,13 @@ class Run:
             return False
         for own in (self.flower.superlink, *self.flower.supernodes.values()):
             if own is not None and own.pid == pid:
-                own.wait()  # else it stays a zombie, which Flower's SuperExec takes for alive
+                own.wait()  # otherwise it stays a zombie, and Flower's SuperExec treats it as alive
         if what in ("superlink", "serverapp"):
-            self.submitted = -_PATIENCE  # there is no run
+            self.submitted = -_PATIENCE  # the run has ended
         return True
 
     def keep_up(self) -> None:
-        """Start what has ended."""
+        """Restart ended processes, and submit the run if it has no ServerApp."""
         link = self.flower.superlink
         if link is None or link.poll() is not None:
             self.flower.start_superlink()
@@ -89,7 +89,7 @@ class Run:
             self.submitted = time.monotonic()
 
     def rounds(self) -> int:
-        """Return how many rounds the checkpoint has."""
+        """Return the number of completed rounds in the checkpoint, or 0 without one."""
         if not self.checkpoint.is_file():
             return 0
         saved = torch.load(self.checkpoint, weights_only=True, map_location="meta", mmap=True)
@@ -99,7 +99,7 @@ class Run:
         return self.rounds() >= ROUNDS
 
     def wait_for(self, holds: Callable[[], bool], seconds: float = 600.0) -> None:
-        """Keep up until something holds."""
+        """Restart ended processes until a condition holds."""
         end = time.monotonic() + seconds
         while not holds():
             assert time.monotonic() < end, self.flower.log("superlink")[-5000:]

@@ -1,4 +1,4 @@
-"""Many clients, many rounds and a large model through real SuperLinks and SuperNodes: nothing grows, all arrives."""
+"""Many clients, many rounds and a large model with real SuperLinks and SuperNodes: nothing leaks or gets lost."""
 
 import importlib.util
 import os
@@ -18,17 +18,17 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 pytestmark = [
     needs_linux,
     pytest.mark.thorough,
-    pytest.mark.timeout(1800),  # minutes where nothing else runs
+    pytest.mark.timeout(1800),  # takes minutes on an idle machine
     pytest.mark.skipif(shutil.which("flower-superlink") is None, reason="no flower-superlink on the path"),
 ]
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., dict[str, Any]]]:
-    """Return what runs ``benchmarks/deploy.py``."""
+    """Return a function that runs ``benchmarks/deploy.py`` and returns its measurements."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     for name in ("PYTHONPATH", "DEPLOY_BENCHMARK"):
-        monkeypatch.setenv(name, os.environ.get(name, ""))  # to be as it was, afterwards
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # so monkeypatch restores it
     before = set(sys.modules)
     spec = importlib.util.spec_from_file_location("benchmark", BENCHMARKS / "deploy.py")
     assert spec is not None

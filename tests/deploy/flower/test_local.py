@@ -1,4 +1,4 @@
-"""A real SuperLink and SuperNodes on this machine, one of which is killed on the way."""
+"""A real SuperLink and SuperNodes on this machine. The test kills a SuperNode and a site's process during the run."""
 
 import os
 import shutil
@@ -59,7 +59,7 @@ def written_app(folder: Path) -> Path:
 
 
 def wait_for(flower: LocalFlower, run: str, seen: Any) -> None:
-    """Wait until something is seen, for as long as the run goes on."""
+    """Wait until ``seen`` returns True, and fail if the run finishes first."""
     looks = 0
     while not seen():
         time.sleep(0.5)
@@ -70,7 +70,7 @@ def wait_for(flower: LocalFlower, run: str, seen: Any) -> None:
 
 @needs_linux
 def test_stopping_flower_ends_child_processes(tmp_path: Path) -> None:
-    """A ServerApp that Flower has only begun to start outlives its SuperLink, for one."""
+    """For example, a ServerApp that is still starting outlives its SuperLink."""
     flower = LocalFlower(tmp_path, [])
     flower.superlink = flower._start("superlink", ["bash", "-c", "sleep 1000 & echo $!; exec sleep 1000"])
     while not flower.log("superlink").strip():

@@ -1,4 +1,4 @@
-"""Tasks reach their nodes and replies the server, whatever messages are lost and whatever nodes come and go."""
+"""Tasks reach their nodes, and replies reach the server, even if messages are lost and nodes come and go."""
 
 import os
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_node_returning_with_a_new_id_gets_its_clients_back(
         message = nodes.waiting[key]
         node = message.metadata.dst_node_id
         if node == 101 and message.metadata.message_type == "train" and not moved:
-            moved.append(key)  # the node ends with the task; for a while both ids seem to be there
+            moved.append(key)  # the node ends with the task, and both ids are listed for a while
             nodes.nodes[201] = nodes.nodes[101]
             return []
         if node == 101 and moved:
@@ -111,7 +111,7 @@ def test_owned_client_is_asked_only_from_the_node_with_its_key(
     nodes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = {100: public_key(tmp_path / "bank.pub"), 101: public_key(tmp_path / "clinic.pub")}
-    nodes.nodes = {99: {**nodes.nodes[100], "state-dir": str(tmp_path / "thief")}, **nodes.nodes}  # it comes first
+    nodes.nodes = {99: {**nodes.nodes[100], "state-dir": str(tmp_path / "thief")}, **nodes.nodes}  # listed first
     nodes.get_nodes = lambda: [NodeInfo(node_id=node, public_key=keys.get(node, b"other")) for node in nodes.nodes]
     with caplog.at_level("WARNING", logger="lightning_fed.deploy"):
         module = run(nodes, tmp_path / "last.ckpt", 20.0, owners={0: tmp_path / "bank.pub", 1: tmp_path / "clinic.pub"})

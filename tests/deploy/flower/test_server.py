@@ -36,7 +36,7 @@ def test_run_resumes_from_its_checkpoint(nodes: Any, tmp_path: Path) -> None:
     assert torch.equal(parameters(module), expected()), "a run that is done stays so"
     assert [kind for _, kind in nodes.asked[asked:]] == ["query"] * 3 + [
         "train"
-    ] * 3  # a message for each node, to greet
+    ] * 3  # one message greets each of the nodes
 
 
 def test_two_runs_cannot_share_a_checkpoint(nodes: Any, tmp_path: Path, monkeypatch: Any) -> None:
@@ -99,7 +99,7 @@ def test_sites_agree_on_words_through_flower(nodes: Any, tmp_path: Path, monkeyp
     from lightning_fed.deploy.flower import client_app, server_app
     from tests.deploy import words
 
-    monkeypatch.setattr(server, "end_with", SitesHere.ends_with.add)  # this process is no ServerApp
+    monkeypatch.setattr(server, "end_with", SitesHere.ends_with.add)  # this process is not a ServerApp
     for name in ("handlers", "propagate", "level"):
         package = logging.getLogger("lightning_fed.deploy")
         monkeypatch.setattr(package, name, getattr(package, name))

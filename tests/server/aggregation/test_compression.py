@@ -1,4 +1,4 @@
-"""Compression: what the server gets, what clients keep for later, the bytes that are counted."""
+"""Compression: the messages that the server gets, the residuals that clients keep, and the counted bytes."""
 
 import math
 from functools import partial
@@ -80,7 +80,7 @@ def test_quantization_is_unbiased_with_the_variance_of_the_paper(levels: int, bu
     norms = torch.cat([part.norm().expand(len(part)) for part in message.split(bucket_size)])
     unit = norms / levels
     where = (message.abs() / unit) % 1
-    std = unit * (where * (1 - where)).sqrt()  # of one coin between two levels
+    std = unit * (where * (1 - where)).sqrt()  # one coin flip between two levels
     error = (made.mean(dim=0) - message).abs()
     assert bool((error <= 6 * std / math.sqrt(many) + 1e-12).all())
     torch.testing.assert_close(made.std(dim=0), std, rtol=0.3, atol=0.05 * float(unit.max()))
@@ -175,7 +175,7 @@ def test_sending_everything_matches_no_compression() -> None:
 
 
 class Grouped(Ordinary):
-    """Two rates."""
+    """A network whose parameter groups have different rates."""
 
     def configure_optimizers(self) -> Any:
         groups = [{"params": self.body.parameters()}, {"params": self.head.parameters(), "lr": 0.05}]
@@ -183,7 +183,7 @@ class Grouped(Ordinary):
 
 
 class Doubling(Compressor):
-    """Sends twice every entry, to be recognized by."""
+    """Doubles every entry, so that tests can recognize compressed messages."""
 
     def __call__(self, message: Tensor, stream: torch.Generator) -> tuple[Tensor, int]:
         return 2 * message, 1
@@ -200,11 +200,11 @@ def test_fednova_rates_are_not_compressed_when_groups_differ(engine: str) -> Non
     plain = run(engine, **options).fit_loop.state.x
     doubled = run(engine, compression=Doubling(), callbacks=record, **options).fit_loop.state.x
     torch.testing.assert_close(doubled - start, 2 * (plain - start), rtol=1e-9, atol=1e-12)
-    assert record.rounds[0].bytes_up == 4 * (1 + P * 8)  # the rates are a vector of float64
+    assert record.rounds[0].bytes_up == 4 * (1 + P * 8)  # the rates are a float64 vector
 
 
 class Deltas(FedAvg):
-    """FedAvg that remembers what clients wanted to send."""
+    """FedAvg that records the updates before compression."""
 
     sent: list[Tensor] = []
 
@@ -221,9 +221,9 @@ def test_sent_and_residual_add_up_over_a_run() -> None:
     options: dict[str, Any] = {"clients_per_round": 1.0, "precision": "64-true", "max_rounds": 4}
     t = trainer(algorithm=Deltas(), compression=TopK(0.1), weighting="uniform", **options)
     t.fit(model, data())
-    # without the first, which is the rehearsal's
+    # below, [1:] skips the update of the rehearsal
     left = sum(own["residual.delta"] for own in t.fit_loop.state.clients.state_dict().values())
-    moved = parameters(model) - before  # the sum of what was sent, by 6 clients
+    moved = parameters(model) - before  # the sum of all sent messages, divided by 6 clients
     torch.testing.assert_close(6 * moved + left, torch.stack(Deltas.sent[1:]).sum(dim=0), rtol=1e-9, atol=1e-12)
 
 
@@ -232,7 +232,7 @@ def test_sent_and_residual_add_up_over_a_run() -> None:
     [
         (FedAvg(), TopK(0.1), 16 * 12),
         (Scaffold(), TopK(0.1), 2 * 16 * 12),
-        (FedDyn(1.0), TopK(0.1), 16 * 12),  # one message of two names
+        (FedDyn(1.0), TopK(0.1), 16 * 12),  # one message under two names
         (FedNova(), QSGD(7, 512), 78 + 8 + 8),  # 155 * 4 bits, a norm, a scalar
         (Mime(SGDm()), QSGD(7, 100), 78 + 2 * 8 + P * 8),  # the gradient at x is sent as it is
     ],
@@ -290,7 +290,7 @@ def test_compression_supports_robust_aggregation() -> None:
     run("sequential", compression=TopK(0.5), aggregator=CoordinateMedian(), max_rounds=2)
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ refusals
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Krum, Multi-Krum and Bulyan: by hand, against a reference in NumPy, what bad clients can do, and what is refused."""
+"""Krum, Multi-Krum and Bulyan: hand computations, a NumPy reference, the influence of bad clients, and refusals."""
 
 import itertools
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from tests.helpers.training import data, fit, trainer
 
 
 def krum_choice(vectors: list[np.ndarray], f: int, neighbors: int) -> int:
-    """Return the position of Krum's choice; the first of equal scores."""
+    """Return the index of Krum's choice, which is the first of equal scores."""
     scores = []
     for i, v in enumerate(vectors):
         squares = sorted(float(np.sum((v - w) ** 2)) for j, w in enumerate(vectors) if j != i)
@@ -72,7 +72,7 @@ def test_rules_match_the_reference_implementation(
     rule: Aggregator, reference: Any, least: int, more: int, seed: int, scale: float
 ) -> None:
     rows = scale * np.random.default_rng(seed).standard_normal((least + more, 3))
-    rows[-1] *= 1e3  # one is far away
+    rows[-1] *= 1e3  # one client is far away
     found = combined(rule, torch.from_numpy(rows))
     np.testing.assert_allclose(found.numpy(), reference(rows), rtol=1e-12, atol=1e-12 * scale)
 
@@ -149,7 +149,7 @@ def test_result_stays_in_honest_range_with_tolerated_bad_clients(rule: Aggregato
     stream = torch.Generator().manual_seed(0)
     rows = torch.randn(11, 3, generator=stream, dtype=torch.float64)
     good = rows[2:].clone()
-    rows[:2] = length * torch.randn(3, generator=stream, dtype=torch.float64)  # they agree with each other
+    rows[:2] = length * torch.randn(3, generator=stream, dtype=torch.float64)  # the bad clients agree with each other
     found = combined(rule, rows)
     assert bool(((good.min(dim=0).values <= found) & (found <= good.max(dim=0).values)).all())
 
@@ -176,7 +176,7 @@ def test_engines_and_chunk_sizes_agree(algorithm: Any, rule: Aggregator) -> None
     assert_agree(run("sequential", **options), run("vectorized", chunk_size=3, **options))
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ refusals
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The exact mean of adapters, on matrices made by hand: sums over clients and processes, the residual, its bytes."""
+"""The exact mean of adapters on small matrices: sums over clients and processes, the residual, and its bytes."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.server.aggregation.lora import ExactLora, LoraPair, ProductSums
 
 M, N, R, CLIENTS = 5, 4, 2, 3
-SIZE = R * N + M * R + 1  # A, a number of something else, B
+SIZE = R * N + M * R + 1  # A, one other parameter, B
 
 
 def pair(is_transposed: bool = False, dtype: torch.dtype = torch.float64) -> LoraPair:
@@ -50,7 +50,7 @@ def test_merged_weight_equals_the_mean_of_client_weights(
 
 
 class TwoProcesses:
-    """The sums of another process."""
+    """A process group that adds the sums of another process."""
 
     rank, size = 0, 2
 
@@ -96,17 +96,17 @@ def test_sent_bytes_count_only_missing_residuals() -> None:
     assert lora.moved_weights == {}, "sites have those of the start"
     close(2)
     assert lora.moved_weights.keys() == lora.weights.keys() == {"0"}
-    assert lora.send([0, 2], x) == 2 * factors  # a new client has the weights of the start
+    assert lora.send([0, 2], x) == 2 * factors  # a new client has the initial weights
     assert factors < dense < 2 * factors
     close(2)
     assert lora.send([0], x) == factors
-    assert lora.send([1], x) == dense  # two residuals
+    assert lora.send([1], x) == dense  # client 1 needs both residuals
     assert lora.send([0, 1], x) == 0
     other = ExactLora([own])
     other.load_state_dict(lora.state_dict())
     close(3)
     assert lora.send([2], x) == dense
-    assert other.send([2], x) == factors  # the last client was sent the first one
+    assert other.send([2], x) == factors  # client 2 already has the first residual
     own.base.data += 1e-12
     with pytest.raises(FederatedError, match="lora='exact' on other base weights than the model has"):
         other.load_state_dict(lora.state_dict() | {"base": "0"})

@@ -1,4 +1,4 @@
-"""Weighted means of messages: the rules, those who are left out, and those who are drawn twice."""
+"""Weighted means of messages: the rules, excluded clients, and clients drawn twice."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -104,9 +104,9 @@ def aggregate(
     local_work: bool = True,
     taken: Mapping[int, int] | None = None,
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Add messages at x = 0, where the client's parameters are its delta; every delta is the engine's own.
+    """Aggregate messages at x = 0, so that a client's parameters are its delta. Every delta is the engine's own.
 
-    All take the steps planned for them, unless ``taken`` says otherwise.
+    Clients take their planned steps, unless ``taken`` gives other numbers.
     """
     aggregation = Aggregation(reduces, weighting, members, population, local_work)
     steps = {p.index: p.steps for p in members} | dict(taken or {})
@@ -173,7 +173,7 @@ def test_mean_of_one_client_equals_its_model_exactly(dtype: torch.dtype) -> None
     x, y = ((1e4 * torch.randn(50, generator=stream)).to(dtype) for _ in range(2))
     y = y * 1e-6
     delta = y - x
-    assert not torch.equal(x + delta, y)  # the sum would round
+    assert not torch.equal(x + delta, y)  # a sum would round
     aggregation = Aggregation({"delta": "weighting"}, "examples", cohort((3, 17, 1, 2)), 10)
     add_one(aggregation, 3, 2, {"delta": delta}, y)
     means, models = aggregation.compute(x)
@@ -216,7 +216,7 @@ def test_population_mean_of_deltas_yields_no_mean_model() -> None:
 
 def test_sums_use_float64_and_messages_are_not_modified() -> None:
     members = cohort(*((i, 1, 1, 1) for i in range(3)))
-    values = [torch.tensor([v]) for v in (1e8, 1.0, -1e8)]  # in float32 the one would be lost
+    values = [torch.tensor([v]) for v in (1e8, 1.0, -1e8)]  # a float32 sum would lose the 1
     aggregation = Aggregation({"m": "uniform"}, "examples", members, 3)
     for i, value in enumerate(values):
         add_one(aggregation, i, 1, {"m": value})
@@ -227,10 +227,10 @@ def test_sums_use_float64_and_messages_are_not_modified() -> None:
 
 
 def test_messages_longer_than_one_block_are_summed_correctly() -> None:
-    size = 2**16 + 3  # longer than what is converted at once
+    size = 2**16 + 3  # longer than the block converted at once
     members = cohort(*((i, i + 1, 1, 1) for i in range(3)))
     messages = torch.randn(3, 2, size, generator=torch.Generator().manual_seed(0))
-    sent = {i: {"m": message.t().contiguous().t()} for i, message in enumerate(messages)}  # in no order of memory
+    sent = {i: {"m": message.t().contiguous().t()} for i, message in enumerate(messages)}  # not contiguous
     means, _ = aggregate(members, {"m": "examples"}, sent)
     want = torch.einsum("c,cab->ab", torch.tensor([1.0, 2.0, 3.0]).double() / 6, messages.double())
     torch.testing.assert_close(means["m"], want, rtol=1e-14, atol=1e-15)
@@ -256,7 +256,7 @@ def test_undeclared_or_missing_messages_are_rejected(send: dict[str, float], mes
         add_one(aggregation, 0, 4, {k: vector(v) for k, v in send.items()})
 
 
-# ------------------------------------------------------------------ those who take no step
+# ------------------------------------------------------------------ clients without steps
 
 
 @pytest.mark.parametrize("weighting", ["examples", "uniform", "steps"])
@@ -302,7 +302,7 @@ def test_clients_that_send_nothing_are_excluded_from_the_mean() -> None:
     ids=["steps", "function", "examples", "uniform"],
 )
 def test_weights_use_the_steps_actually_taken(weighting: Any, raw: Sequence[float]) -> None:
-    # client 5 takes one step of the two planned for it
+    # client 5 takes one of its two planned steps
     sends = {i: {"delta": vector(v), "c": vector(v)} for i, v in ((0, 1.0), (5, 2.0), (7, 6.0))}
     means, models = aggregate(THREE, {"delta": "weighting", "c": "population"}, sends, weighting, taken={5: 1})
     want = sum(w * v for w, v in zip(raw, (1.0, 2.0, 6.0), strict=True)) / sum(raw)
@@ -454,7 +454,7 @@ def test_unweighted_rules_reject_example_weighted_messages() -> None:
 
 
 class Widest(RobustAggregator):
-    """A rule of one's own: the largest value."""
+    """A custom rule: the largest value."""
 
     def combine(self, messages: Tensor, weights: Tensor, sum_: Any) -> Tensor:
         return messages.max(dim=0).values

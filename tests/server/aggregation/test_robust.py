@@ -1,4 +1,4 @@
-"""Robust aggregation: what each rule makes of messages, what bad clients can do to a run, and what is refused."""
+"""Robust aggregation: the result of each rule, the influence of bad clients on a run, and refusals."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -81,7 +81,7 @@ def test_weiszfeld_step_matches_a_hand_computation() -> None:
     # from the mean z = 1 of weights 3/4 and 1/4: distances 1 and 3, so 0.75 and 1/12
     want = (4 / 12) / (0.75 + 1 / 12)
     assert float(combined(GeometricMedian(iterations=1), two, sizes=[3, 1])[0]) == pytest.approx(want, rel=1e-12)
-    # with the smoothing above all distances it is the mean
+    # smoothing above all distances gives the mean
     assert float(combined(GeometricMedian(1, nu=100.0), two, sizes=[3, 1])[0]) == pytest.approx(1.0, rel=1e-12)
 
 
@@ -122,7 +122,7 @@ def test_each_message_has_its_own_clipping_bound() -> None:
     torch.testing.assert_close(means["c"], matrix([0.6, 0.8, 0])[0])  # 10 / N
 
 
-# ------------------------------------------------------------------ what holds for all
+# ------------------------------------------------------------------ all rules
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -213,7 +213,7 @@ def test_held_messages_are_copies() -> None:
     aggregation = CoordinateMedian().of_round({"delta": "uniform"}, "uniform", cohort([1]), 5)
     memory = torch.ones(3, dtype=torch.float64)
     add_one(aggregation, 0, 1, {"delta": memory})
-    memory.zero_()  # as an engine does for its next client
+    memory.zero_()  # an engine reuses its memory for the next client
     assert float(aggregation.compute(X)[0]["delta"][0]) == 1.0
 
 
@@ -254,7 +254,7 @@ def test_run_with_zero_trimming_matches_the_uniform_mean() -> None:
         options: dict[str, Any] = {"algorithm": algorithm, "limit_val_batches": 0, "max_rounds": 2}
         plain = run("sequential", **options, **({} if isinstance(algorithm, Scaffold) else {"weighting": "uniform"}))
         held = run("sequential", aggregator=TrimmedMean(0.0), **options)
-        assert_agree(plain, held, rtol=1e-9)  # drift and weights are among what is reported
+        assert_agree(plain, held, rtol=1e-9)  # the reports include drift and weights
 
 
 def test_run_with_wide_bounds_matches_the_weighted_mean() -> None:
@@ -268,7 +268,7 @@ def test_run_with_wide_bounds_matches_the_weighted_mean() -> None:
     ("algorithm", "names"),
     [
         (ServerOnly(), ["delta"]),
-        (Scaffold("i"), ["delta", "delta_c"]),  # each client reads its own gradient at x, and nobody their mean
+        (Scaffold("i"), ["delta", "delta_c"]),  # each client reads only its own gradient at x, not their mean
         (Mime(SGDm()), ["delta", "full_grad_x"]),
         (FedDane(0.1), ["delta", "full_grad_x"]),
     ],
@@ -281,7 +281,7 @@ def test_bounds_are_required_only_for_sent_messages(algorithm: Algorithm, names:
 
 
 class Poisoned(Algorithm):
-    """FedAvg, where the clients with an odd number of examples send something else."""
+    """FedAvg whose clients with an odd number of examples send something else."""
 
     def __init__(self, attack: str) -> None:
         self.attack = attack
@@ -293,7 +293,7 @@ class Poisoned(Algorithm):
 
 
 def digits_of(bad: int, clients: int = 10) -> tuple[FederatedDataModule, TensorDataset]:
-    """Return the digits with as many clients of an odd number of examples, and the test set."""
+    """Return the digits, with ``bad`` clients that have an odd number of examples, and the test set."""
     x, y = load_digits(return_X_y=True)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     x, y = torch.tensor(x / 16.0, dtype=torch.float32)[order], torch.tensor(y)[order]
@@ -360,7 +360,7 @@ def test_full_batch_gradients_go_through_the_rule() -> None:
         TensorDataset(torch.randn(8, 6, generator=torch.Generator().manual_seed(i)), torch.arange(8) % 3)
         for i in range(5)
     ]
-    sets[0] = TensorDataset(1e5 * sets[0].tensors[0], sets[0].tensors[1])  # at 10^6 the run would end before any rule
+    sets[0] = TensorDataset(1e5 * sets[0].tensors[0], sets[0].tensors[1])  # at 10^6, the run would end too early
     norms = {}
     for rule in (None, CoordinateMedian()):
         t = trainer(algorithm=Mime(SGDm()), aggregator=rule, weighting="uniform", clients_per_round=1.0, max_rounds=1)
@@ -392,7 +392,7 @@ def test_aggregator_defaults_to_none() -> None:
     assert trainer().fit_loop.settings.aggregator is None
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ refusals
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Client states on disk: what was committed survives anything, costs what is touched, and old states make room."""
+"""Client states on disk: committed states survive, costs depend on the touched states, and old states make room."""
 
 import errno
 import gc
@@ -53,14 +53,14 @@ def recorded(kept: DiskClientStore, version: str = "a") -> list[Shard]:
 
 
 def reopened(folder: Path, shards: Sequence[Shard], run: int = 2) -> DiskClientStore:
-    """Return a new store with a version's states; what an earlier call has left goes."""
+    """Return a new store with a version's states, and remove the store of an earlier call."""
     shutil.rmtree(folder / name(run), ignore_errors=True)
     kept = store(folder, run)
     kept.load_version(folder, shards)
     return kept
 
 
-# ------------------------------------------------------------------ what was committed stays
+# ------------------------------------------------------------------ committed states
 
 
 def test_version_is_kept_until_trimmed(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_version_is_kept_until_trimmed(tmp_path: Path) -> None:
     first = recorded(kept, "a")
     put(kept, {1: 3.0})
     second = recorded(kept, "b")
-    for value in (4.0, 5.0):  # the second of these replaces a state that no version has
+    for value in (4.0, 5.0):  # the second one replaces a state that no version has
         put(kept, {0: value})
     for wanted in ({"a", "b"}, {"b"}, set()):
         kept.index.trim(wanted)
@@ -149,7 +149,7 @@ def test_flipped_bits_are_detected_or_harmless(tmp_path: Path) -> None:
     kept.index.close()
     for file, size in files(tmp_path).items():
         data = file.read_bytes()
-        used = [at for at in range(size) if data[at]]  # most of an index's pages is empty
+        used = [at for at in range(size) if data[at]]  # the pages of an index are mostly empty
         for at in used[:: 3 if file.suffix == ".states" else 16]:
             file.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
             try:
@@ -180,7 +180,7 @@ def test_modified_index_does_not_restore_an_older_state(tmp_path: Path) -> None:
 
 
 class Full(io.FileIO):
-    """A file that takes a few bytes more and then none."""
+    """A file on a disk that is full after a few more bytes."""
 
     left = 20
 
@@ -200,7 +200,7 @@ def test_full_disk_keeps_the_last_version_intact(tmp_path: Path, monkeypatch: py
         patched.setattr(disk_store, "open", lambda path, _: io.BufferedWriter(Full(path, "a")), raising=False)
         with pytest.raises(FederatedError, match="cannot be written to .*2.states.*No space left on device.*make room"):
             put(kept, {1: 3.0, 2: 4.0})
-    put(kept, {1: 3.0})  # after the part that was written
+    put(kept, {1: 3.0})  # appends after the partial write
     assert values(kept) == {0: 1.0, 1: 3.0}
     put(kept, {1: 2.0})
     pages = kept.index.connect().execute("PRAGMA page_count").fetchone()[0]
@@ -289,7 +289,7 @@ def test_states_are_copied_if_hard_links_are_unsupported(tmp_path: Path, monkeyp
 
 
 @pytest.mark.thorough
-@settings(phases=[Phase.generate])  # to find the smallest example would take minutes, since each goes to the disk
+@settings(phases=[Phase.generate])  # skip shrinking: each example writes to disk, so it would take minutes
 @given(
     st.lists(st.dictionaries(st.integers(0, 9), st.integers(0, 999), max_size=5), min_size=1, max_size=12),
     st.integers(64, 6000),
@@ -326,7 +326,7 @@ def test_versions_are_not_modified_by_later_rounds(
                 kept.index.close()
                 kept = store(folder, number + 2)
                 kept.load_version(folder, shards)
-        if versions:  # some checkpoints are deleted
+        if versions:  # delete some checkpoints
             left = set(choice.draw(st.lists(st.sampled_from(list(versions)), unique=True)))
             for path in folder.iterdir():
                 index = kept.index if path.name == kept.name else Index(path)
@@ -454,11 +454,11 @@ def test_corrupt_index_file_is_rejected(content: bytes, tmp_path: Path) -> None:
         reopened(tmp_path, shards)
 
 
-# ------------------------------------------------------------------ what it costs
+# ------------------------------------------------------------------ costs
 
 
 def written(folder: Path, clients: int) -> Iterator[tuple[int, int]]:
-    """Yield the files and bytes of states that rounds of ten clients write."""
+    """Yield the number of files and bytes of states that each round of ten clients writes."""
     folder.mkdir()
     kept = store(folder)
     before: dict[Path, int] = {}
@@ -483,7 +483,7 @@ def test_round_cost_is_independent_of_population_size(tmp_path: Path) -> None:
 def test_disk_space_of_stale_states_is_reclaimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DiskClientStore, "rewrite_bytes", 10_000)
     kept, size = store(tmp_path), 4 * 100 + 80
-    for number in range(100):  # of each round's states, one stays
+    for number in range(100):  # one state of each round stays current
         put(kept, {10 + number: float(number), **{i: float(number) for i in range(9)}}, size=100)
         live = (10 + number) * size
         assert sum(size for path, size in files(tmp_path).items() if path.suffix == ".states") < 2 * live + 10_000
@@ -502,7 +502,7 @@ def test_small_files_are_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.thorough
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors as Linux does")
 def test_few_files_are_open_and_none_after_closing(tmp_path: Path) -> None:
-    gc.collect()  # stores of other tests
+    gc.collect()  # closes the stores of other tests
     before = len(os.listdir("/proc/self/fd"))
     kept = store(tmp_path)
     for index in range(100):

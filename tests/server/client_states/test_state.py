@@ -1,4 +1,4 @@
-"""Client states that cannot be this run's are refused by name, wherever they come from."""
+"""Client states that do not belong to the run are refused by name, whatever their source."""
 
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def wider(value: torch.Tensor) -> torch.Tensor:
 
 
 def stage_changed(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-    """Let stores on disk write states that are sound, and of another model or method."""
+    """Make disk stores write intact states of another model or method."""
     stage = DiskClientStore.stage
     monkeypatch.setattr(
         DiskClientStore,
@@ -146,7 +146,7 @@ def test_errors_use_the_users_client_ids() -> None:
 
 
 class Unchanged(FedAvg):
-    """A method whose clients have a state, and never hand back another one."""
+    """A method whose clients have a state, but never return a new one."""
 
     def init_client(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"h": torch.full_like(x, 3.0)}
@@ -165,4 +165,4 @@ def test_client_that_keeps_nothing_retains_its_previous_state(engine: str) -> No
     for state in states.values():
         assert state.keys() == {"h", "residual.delta"}
         assert bool((state["h"] == 3.0).all())
-    assert len({state["h"].data_ptr() for state in states.values()}) == 6  # what one of them changes is its own
+    assert len({state["h"].data_ptr() for state in states.values()}) == 6  # no two clients share memory

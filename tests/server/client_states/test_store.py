@@ -227,7 +227,7 @@ def state_of(seed: int, kind: str = "usual") -> State:
 
 @pytest.fixture(scope="module")
 def few_rows() -> Iterator[None]:
-    """Let rows be used up soon."""
+    """Start with two rows, so that they run out early."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(state_rows, "_FIRST", 2)
         yield
@@ -330,7 +330,7 @@ def test_row_store_behaves_like_a_dictionary(actions: list[tuple[Any, ...]], ask
     for number, (action, *rest) in enumerate(actions):
         if action == "one":
             index, seed, kind = rest
-            if index not in staged:  # a client comes back from a round once
+            if index not in staged:  # a client returns from a round only once
                 staged[index] = state_of(seed, kind)
                 store.stage(index, staged[index])
         elif action == "several":
