@@ -164,7 +164,7 @@ def test_corrupt_header_is_rejected_when_reading_a_size(root, how):
         ClientFolder(str(root)).client_size("bob")
 
 
-@pytest.mark.parametrize("method", [99, 14])  # unknown, and one whose stream ends too early
+@pytest.mark.parametrize("method", [99, 14])  # unknown, and one with a truncated stream
 def test_corrupt_compression_is_rejected_when_reading_a_size(root, method):
     path = root / "bob" / "train.npz"
     content = bytearray(path.read_bytes())
