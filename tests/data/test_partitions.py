@@ -94,7 +94,7 @@ def test_dirichlet_proportions_match_theoretical_mean_and_variance():
     parts = Dirichlet(num_clients=4, alpha=0.5)(labels)
     shares = torch.stack([torch.bincount(labels[part], minlength=2000) for part in parts]).double() / 100
     assert shares.mean(1) == pytest.approx([0.25] * 4, rel=0.05)
-    variance = 0.25 * 0.75 / (4 * 0.5 + 1)  # of one coordinate of Dir(alpha, ..., alpha)
+    variance = 0.25 * 0.75 / (4 * 0.5 + 1)  # one coordinate of Dir(alpha, ..., alpha)
     assert shares.var(1) == pytest.approx([variance] * 4, rel=0.1)
 
 

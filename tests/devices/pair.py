@@ -3,7 +3,7 @@
 They are forked from a process without devices, since PyTorch cannot fork a process that has used a device.
 """
 
-import lightning_fed  # noqa: F401  # isort: skip: torchvision beside a CPU build; see docs/platforms.md
+import lightning_fed  # noqa: F401  # isort: skip: torchvision with a CPU build; see docs/platforms.md
 import pickle
 import sys
 from functools import partial

@@ -88,7 +88,7 @@ def state_of(t: Any) -> dict[str, Any]:
 def test_chunk_size_fills_half_of_the_memory(mini: Any, place: Place, engine: str, recwarn: Any) -> None:
     mini.set_limit(0, 1000 * KB)
     found = fitted(place, engine).fit_loop.clients
-    assert (found.engine_names, found.chunk_size) == (["vectorized"], 4)  # of 98 kB each
+    assert (found.engine_names, found.chunk_size) == (["vectorized"], 4)  # 98 kB each
     assert not [warning for warning in recwarn if "memory" in str(warning.message)]
 
 

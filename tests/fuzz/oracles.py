@@ -1,4 +1,4 @@
-"""Five oracles, each of which checks a property that every configuration must have."""
+"""Five oracles. Each one checks a property that every configuration must have."""
 
 import math
 from collections.abc import Mapping

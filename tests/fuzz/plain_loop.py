@@ -174,7 +174,7 @@ class _Base:
             return g
         if not self.kind.startswith("adam"):
             return self.new_m(g)
-        if self.kind == "adam old":  # divides by the stored v, which starts as the first gradient's square
+        if self.kind == "adam old":  # divides by the stored v: its initial value is the first gradient's square
             return self.new_m(g) / (0.1 + self.v.sqrt())
         t = self.t + 1
         return self.new_m(g) / (1 - 0.5**t) / (0.1 + (self.new_v(g) / (1 - 0.9**t)).sqrt())

@@ -107,7 +107,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 
 
 def exact_trainer(**options: Any) -> FederatedTrainer:
-    """Return a quiet trainer of three rounds with ``lora="exact"`` in float64, unless told otherwise."""
+    """Return a quiet trainer, by default with three rounds and ``lora="exact"`` in float64."""
     local = {} if "local_steps" in options else {"local_epochs": 3}
     own = {**QUIET, "max_rounds": 3, "seed": 0, "lora": "exact", "precision": "64-true", **local, **options}
     return FederatedTrainer(**own)

@@ -177,7 +177,7 @@ SEEDS = {"random": True, "seeds": 3}
 @pytest.mark.parametrize(
     ("claim", "a", "b", "expected"),
     [
-        ("A < B", (1.0, 1.1, 0.9), (2.0, 2.1, 1.9), "holds"),  # by 1 under every seed
+        ("A < B", (1.0, 1.1, 0.9), (2.0, 2.1, 1.9), "holds"),  # A is lower by 1 under every seed
         ("A < B", (1.0, 5.0, 9.0), (2.0, 6.0, 10.0), "holds"),  # the spread is due to the seeds, not the methods
         ("A < B", (1.0, 1.0, 1.0), (0.9, 1.3, 1.2), "undecided"),
         ("B < A", (1.0, 1.0, 1.0), (2.0, 2.1, 1.9), "does not hold"),

@@ -1,4 +1,4 @@
-"""The round at which a run settles, and the largest worsening of a curve."""
+"""The rounds when runs settle, and the largest worsening of a curve."""
 
 import math
 
@@ -23,8 +23,8 @@ LOSS = "population/train_loss"
         ({1: 3.0, 2: 2.0, 3: 2.00009, 4: 1.0}, 3),  # it has converged
         ({1: 3.0, 2: 2.0, 3: 2.00011, 4: 1.0}, 4),  # it has not
         ({1: 3.0, 3: 3.0, 4: 1.0}, 4),  # the value between is unknown
-        ({n: 0.2 * n for n in range(1, 15)}, 11),  # it has grown by 2 in ten rounds
-        ({n: 0.09 * n for n in range(1, 15)}, 14),  # and by 0.9
+        ({n: 0.2 * n for n in range(1, 15)}, 11),  # growth by 2 in ten rounds
+        ({n: 0.09 * n for n in range(1, 15)}, 14),  # growth by 0.9 only
         ({1: math.nan, 2: 2.0}, 2),
     ],
 )

@@ -11,9 +11,9 @@ import pytest
 
 from lightning_fed.compat.package import pl
 
-# All checks share one interpreter, since each start takes seconds. It imports the package, then PyTorch (through
-# torchvision, which needs the package's declarations if its native library does not load), Lightning, the trainer, and
-# the command line.
+# All checks share one interpreter, since each start takes seconds. It imports the package, PyTorch, Lightning, the
+# trainer and the command line, in this order. torchvision imports PyTorch: it needs the package's declarations if its
+# native library does not load.
 PROBE = """
 import importlib.util, json, sys
 for name in ("sitecustomize", "usercustomize"):  # which a system's Python may import by itself

@@ -83,8 +83,8 @@ class PublicCase:
         sizes: The clients' numbers of examples, if the length of the data set is not it.
         logged: The metrics of ``training_step`` that are compared with the loop by hand.
         precision: Lightning's, "64-true" or "32-true".
-        tolerance: How far a run may be from the loop by hand, relative to each tensor's largest entry: of the
-            sequential engine, and of the vectorized one.
+        tolerance: The allowed deviations of the sequential and the vectorized engine from the loop by hand, relative to
+            each tensor's largest entry.
         draws: Whether ``training_step`` draws random numbers; the engines then agree in law only.
         local_schedule: The trainer's, for a module whose schedule steps after every local step.
         by_hand: Whether the loop by hand can train it.
@@ -186,7 +186,7 @@ class Published:
     def test_a_run_resumes_bit_for_bit(self, case: PublicCase, method: str) -> None:
         for engine in (
             ("auto", "sequential") if case.engine == "vectorized" else ("auto",)
-        ):  # which is the sequential one
+        ):  # otherwise, auto is sequential
             whole = federated(case, method, engine)
             with pytest.raises(Interruption):
                 _fit(case, method, engine, stop_after=2, folder=engine)

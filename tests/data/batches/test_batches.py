@@ -128,7 +128,7 @@ def test_order_depends_only_on_the_generator(kind):
     assert labels_of(batches.epoch(generator(4))) != first
     torch.manual_seed(1)
     labels_of(batches.epoch(generator(3)))
-    assert torch.equal(torch.get_rng_state(), state)  # and leaves the global generator alone
+    assert torch.equal(torch.get_rng_state(), state)  # the global generator is unchanged
     torch.manual_seed(1)
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -302,7 +302,7 @@ def test_augmentation_uses_the_generator_and_precedes_transforms(kind):
         assert len(first.unique()) == 6
         if kind is TensorBatches.of:
             torch.manual_seed(1)
-            assert torch.equal(torch.get_rng_state(), state)  # and leaves the global generator alone
+            assert torch.equal(torch.get_rng_state(), state)  # the global generator is unchanged
 
 
 @pytest.mark.parametrize("kind", [TensorBatches.of, LoaderBatches, custom])

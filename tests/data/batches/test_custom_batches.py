@@ -118,7 +118,7 @@ def weighted(stream):
 )
 def test_full_pass_over_a_resampling_loader_warns(make):
     batches = CustomBatches(make, "ann", BatchSettings())
-    assert sum(n for _, n in batches.epoch(generator())) == batches.size  # local epochs keep the loader's
+    assert sum(n for _, n in batches.epoch(generator())) == batches.size  # local epochs keep the loader's sampling
     for passes in (batches.full, batches.unaugmented):
         with pytest.warns(UserWarning, match="with (Weighted)?RandomSampler.*full-batch gradients.* random draw"):
             assert sum(n for _, n in passes(generator())) == batches.size

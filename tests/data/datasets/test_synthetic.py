@@ -219,6 +219,6 @@ def test_labels_and_inputs_match_the_published_ones(name, drawn):
     assert within(theirs).sub(1).abs().max() < 0.2  # some 800 examples: a standard error of 0.05 per feature
     assert within(ours).sub(1).abs().max() < 0.2
     spreads = [(centers(c) - centers(c).mean(1, keepdim=True)).std().item() for c in (ours, theirs)]
-    assert spreads[0] == pytest.approx(spreads[1], abs=0.1)  # of v_k: 1, and 0 for the same clients
+    assert spreads[0] == pytest.approx(spreads[1], abs=0.1)  # v_k: 1, and 0 for the same clients
     shifts = [centers(c).mean(1).std().item() for c in (ours, theirs)]
-    assert shifts[0] == pytest.approx(shifts[1], abs=0.3)  # of B_k: beta, from thirty numbers
+    assert shifts[0] == pytest.approx(shifts[1], abs=0.3)  # B_k: beta, from thirty numbers

@@ -2,9 +2,9 @@
 
 Importing this package builds ``mini.cpp`` (once for each PyTorch; PyTorch caches it by content) and registers it.
 Operators run the CPU's kernels on copies, so results equal the CPU's bit for bit if tensors have the same layout.
-The device shows faults of real accelerators that the CPU hides. The CPU cannot access its memory, tensors of different
-devices do not mix, it has its own random stream, and it can run out of memory. It also counts kernels, copies and host
-reads.
+The device shows faults of real accelerators that the CPU hides. The CPU cannot access its memory, and tensors of
+different devices do not mix. It has its own random stream, and can run out of memory. It also counts kernels, copies
+and host reads.
 
 It differs from CUDA: ``module.to()`` replaces parameters, it has no streams, cuDNN, Philox or fused optimizers, and it
 is slow.
