@@ -17,11 +17,11 @@ import pytest
 from _pytest.doctest import DoctestModule
 from tqdm import tqdm
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under nohup, or as a shell's background job
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # under nohup, or in a background job of a shell
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Forks share tqdm's own lock: who is killed while it draws a bar would let the others wait for ever. The lock is set
-# before any bar is drawn, as a subclass, such as Lightning's, otherwise gets one that no setting here reaches.
+# Forks share tqdm's default lock: if one is killed while it draws a bar, the others wait forever. Set the lock before
+# any bar is drawn. Otherwise subclasses, such as Lightning's, get a lock that this setting does not reach.
 tqdm.set_lock(threading.RLock())
 os.register_at_fork(after_in_child=lambda: tqdm.set_lock(threading.RLock()))
 
@@ -55,7 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Import what every test needs, and let hypothesis try few examples in the default run.
 
-    The process that only hands out tests to workers imports nothing, which saves seconds.
+    The pytest-xdist controller imports nothing, which saves seconds.
     """
     config = session.config
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
@@ -74,7 +74,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the share that was asked for; which share a test is in depends on its name alone."""
+    """Keep the requested share of the tests. A test's share depends only on its name."""
     number, count = config.getoption("--share")
     kept = [item for item in items if zlib.crc32(item.nodeid.encode()) % count == number - 1]
     if len(kept) < len(items):
@@ -83,7 +83,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out the tests of devices unless they are named: the test device would be the accelerator of all tests."""
+    """Skip the device tests unless they are named: otherwise all tests would run on the test device."""
     devices = Path(__file__).parent / "devices"
     if collection_path != devices:
         return None
@@ -92,13 +92,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage from here on, but not among what imports and collection have made: that takes 0.5 s each time."""
+    """Enable garbage collection, but exclude objects of imports and collection: scanning them takes 0.5 s each time."""
     gc.freeze()
     gc.enable()
 
 
 class _TestFile(pytest.Module):
-    """A file of tests, which is skipped where there is no hypothesis: dozens import it before anything else."""
+    """A test file that is skipped without Hypothesis, which dozens of files import first."""
 
     def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
         """Collect the tests, or skip them."""
@@ -111,15 +111,15 @@ class _TestFile(pytest.Module):
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
-    """Collect a file of tests as one that may be skipped."""
+    """Collect a test file as a :class:`_TestFile`."""
     return _TestFile.from_parent(parent, path=module_path)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> Generator[None, Any, Any]:
-    """Collect no doctests here: of a test file that cannot be imported they would hide that, and all of its tests.
+    """Collect no doctests from tests: they would hide a test file's import errors, and with them its tests.
 
-    With --doctest-ignore-import-errors the failed import is skipped, and leaves an empty module behind for the tests.
+    With --doctest-ignore-import-errors, a failed import is skipped and leaves an empty module for the tests.
     """
     found = yield
     return [collector for collector in found if not isinstance(collector, DoctestModule)]
@@ -127,7 +127,7 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> Generator[
 
 @pytest.fixture(autouse=True, scope="session")
 def _entry_points_are_read_once() -> None:
-    """Spare every trainer 6 ms: Lightning asks each time which callbacks the packages that are installed bring."""
+    """Cache entry points, which Lightning reads for every trainer to find callbacks: this saves 6 ms each."""
     import lightning_fed.compat.package  # noqa: F401
 
     for fabric in ("lightning_fabric", "lightning.fabric"):
@@ -138,10 +138,10 @@ def _entry_points_are_read_once() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _loggers_propagate() -> None:
-    """Let the loggers of PyTorch and Lightning pass records on.
+    """Let the loggers of PyTorch and Lightning propagate records.
 
-    There are 56, and pytest 9.2 visits each logger that does not, twelve times a test. An older pytest does not see its
-    records: Lightning's do not pass on if nothing handles records when it is imported.
+    There are 56. pytest 9.2 visits each logger that does not propagate, twelve times a test. An older pytest misses
+    their records: Lightning's loggers do not propagate if nothing handles records when Lightning is imported.
     """
     import torch  # noqa: F401
 
@@ -154,9 +154,9 @@ def _loggers_propagate() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_process_group_stays() -> Iterator[None]:
-    """End the process group that a test's fit leaves, and its part of the environment.
+    """Destroy the process group that a test's fit leaves, and restore its environment variables.
 
-    Tests that fork in a group hang, and commands that are started with its rank wait for other processes.
+    Tests that fork within a group hang, and commands started with its rank wait for other processes.
     """
     import torch
 
@@ -172,7 +172,7 @@ def _no_process_group_stays() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every test write its logs to a folder of its own."""
+    """Let every test write its logs to its own folder."""
     import torch
 
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Every method and option against the plain NumPy loops, on random problems."""
+"""Every method and option, compared with plain NumPy loops on random problems."""
 
 from functools import partial
 from itertools import product
@@ -153,7 +153,7 @@ def test_unweighted_methods_match_reference(kind):
 
 @pytest.mark.parametrize("client_lr", [0.1, 1.5])
 def test_adaptive_mu_matches_reference(client_lr):
-    # at the large rate the loss rises as well as falls
+    # at the large rate, the loss both rises and falls
     adaptive = {"step": 0.2, "patience": 2}
     hp = {"client_lr": client_lr, "weighting": "examples", "mu": 0.3, "adaptive": adaptive}
     agree(FedProx(0.3, adaptive), "fedprox", hp, n_rounds=12)

@@ -1,4 +1,4 @@
-"""APFL at the ends of its mixture, and what it refuses; the given cases are in tests/oracle."""
+"""APFL at the ends of its mixture, and its refusals. The given cases are in tests/oracle."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def test_single_client_with_alpha_one_matches_server_model() -> None:
 
 def test_two_steps_match_hand_computed_values() -> None:
     played = play(APFL(0.5), quadratic((1.0,), (-2.0,)), (1,), torch.zeros(1, dtype=torch.float64), [STEPS])
-    # y = 0.5, v = 0.25 after one step of 0.25, half of which moves v; then the gradient at 0.375 is -1.625
+    # y = 0.5 and v = 0.25 after one step of 0.25: half of it moves v. Then the gradient at 0.375 is -1.625
     assert played.x[0].item() == 0.5 + 0.25 * 1.5
     assert played.clients[0][0]["v"].item() == 0.25 + 0.25 * 0.5 * 1.625
 

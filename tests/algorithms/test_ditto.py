@@ -1,4 +1,4 @@
-"""Ditto by hand, and what a client does that fails; the given cases are in tests/oracle."""
+"""Ditto by hand, and a failing client. The given cases are in tests/oracle."""
 
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ def test_personal_model_converges_to_balance_of_loss_and_pull() -> None:
     x, y = dataset.tensors[0].double(), dataset.tensors[1]
     fitted = run(Ditto(2.0, 2.5, personal_epochs=150), data((8,), batch_size=8), clients_per_round=1, max_rounds=2)
     model = seeded(dropout=0.0).double()
-    F.cross_entropy(model(x), y).backward()  # the first step of the server, to whose model the second round pulls
+    F.cross_entropy(model(x), y).backward()  # the server's first step: the second round pulls to its model
     for part, rate in ((model.head, 0.05), (model.body, 0.1)):
         for p in part.parameters():
             p.data -= rate * p.grad
@@ -47,7 +47,7 @@ def test_single_client_without_pull_matches_server_model() -> None:
 
 
 class Fails(Net):
-    """Fails on the batches of a client whose features are huge."""
+    """Fails on the batches of a client with huge features."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if float(batch[0].abs().max()) > 100:

@@ -1,4 +1,4 @@
-"""The local hooks are elementwise: one formula for a vector, for a parameter's view of it, and for a stacked cohort."""
+"""The local hooks are elementwise: they apply to a vector, to a parameter's view of it, and to a stacked cohort."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ METHODS = [
 
 
 class Cohort:
-    """Random inputs of every client, and the records that the hooks read, cut as asked for."""
+    """Random inputs of every client, and the hooks' records for any part of the vector."""
 
     def __init__(self, algorithm):
         generator = torch.Generator().manual_seed(0)
@@ -63,7 +63,7 @@ class Cohort:
         return {"x": self.x[part], "server": cut(self.server), "cohort_grad": cut(self.center), "mean_examples": 2.0}
 
     def stacked(self):
-        """What differs between clients, as arguments that vmap can take."""
+        """The values that differ between clients, as arguments for vmap."""
         return self.g, self.y, self.anchor, self.client, self.local, self.full, self.sizes, self.path, self.lr_sum
 
     def one(self, i):

@@ -15,7 +15,7 @@ ROUNDS = [Round({0: (0, 1), 1: (0, 1)}), Round({0: (0,), 1: (0,)})]
 def test_clients_start_at_the_momentum_lookahead_point():
     algorithm = FedACG(lam=0.5, beta=0.0)
     played = play(algorithm, GRAD, (1, 1), X, ROUNDS)
-    # the first round is FedAvg's: m = -0.3125, x = m, and clients start next at z = 1.5 m
+    # the first round is FedAvg's: m = -0.3125 and x = m. Then clients start at z = 1.5 m
     assert played.server[0]["m"].item() == -0.3125
     assert played.x[0].item() == pytest.approx(1.5 * -0.3125, rel=1e-15)
     assert algorithm.evaluate_at(played.x[0], played.server[0]).item() == pytest.approx(-0.3125, rel=1e-15)

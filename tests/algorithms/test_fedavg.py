@@ -12,7 +12,7 @@ TWICE = Round({0: (0, 1), 1: (0, 1)})
 
 
 def test_mean_is_weighted_by_examples():
-    # y_0: 0.5, 0.875; y_1: -1, -1.5; weights 1/4 and 3/4
+    # y_0 = 0.5, 0.875 and y_1 = -1, -1.5, with weights 1/4 and 3/4
     played = play(FedAvg(), GRAD, (1, 3), X, [TWICE], lr=0.25)
     assert played.x[0].item() == -0.90625
 
@@ -22,7 +22,7 @@ def test_uniform_weighting_matches_hand_computed_mean():
 
 
 def test_normalized_pseudo_gradient_averages_over_local_steps():
-    # mean gradients along the paths: -1.75 and 3; with one step fewer: -2 and 3
+    # mean gradients along the paths: -1.75 and 3. With one step fewer: -2 and 3
     algorithm = FedAvg(pseudo_grad="normalized")
     assert play(algorithm, GRAD, (1, 3), X, [TWICE]).x[0].item() == -1.8125
     assert play(algorithm, GRAD, (1, 3), X, [Round({0: (0,), 1: (0, 1)})]).x[0].item() == -1.75

@@ -1,4 +1,4 @@
-"""FedBN: which layers stay with the clients."""
+"""FedBN: the layers that stay with the clients."""
 
 import pytest
 from torch import nn

@@ -13,7 +13,7 @@ ROUNDS = [Round({0: (0, 1), 1: (0, 1)}), Round({0: (0,), 1: (0,)})]
 
 def test_relative_mode_matches_hand_computed_values():
     played = play(FedCM(alpha=0.5), GRAD, (1, 3), X, ROUNDS)
-    # round 1: y = 0.46875 and -0.875, mean directions -0.9375 and 1.75; clients count alike
+    # round 1: y = 0.46875 and -0.875, mean directions -0.9375 and 1.75; clients have equal weights
     assert played.x[0].item() == -0.203125
     assert played.server[0]["delta"].item() == 0.40625
     # round 2: half of -2.203125 and of 3.59375, plus half of 0.40625

@@ -14,7 +14,7 @@ ROUNDS = [Round({0: (0,), 1: (0,)}), Round({0: (0, 1)})]
 def test_two_rounds_match_hand_computed_values(evaluate):
     algorithm = FedDyn(alpha=0.5, evaluate=evaluate)
     played = play(algorithm, GRAD, (1, 3, 1, 1), X, ROUNDS)
-    # round 1: y = 0.5 and -1; d = (0.5 - 1) / N with N = 4; the mean is uniform
+    # round 1: y = 0.5 and -1, and d = (0.5 - 1) / N with N = 4. The mean is uniform
     assert {i: s["d_i"].item() for i, s in played.clients[0].items()} == {0: 0.5, 1: -1.0}
     assert played.server[0]["d"].item() == -0.125
     assert played.x[0].item() == -0.25 - 0.125
@@ -33,7 +33,7 @@ def test_evaluation_mean_starts_at_x_and_is_kept_on_request():
 
 
 def test_inverse_size_scales_alpha():
-    # client 0 has n = 1 where the mean is 2, client 1 n = 3: alpha = 1 and 1/3 instead of 0.5
+    # the mean n is 2, client 0 has n = 1 and client 1 has n = 3: alpha = 1 and 1/3 instead of 0.5
     algorithm = FedDyn(alpha=0.5, alpha_scaling="inverse_size")
     assert algorithm.uses_mean_examples
     assert not FedDyn(alpha=0.5).uses_mean_examples

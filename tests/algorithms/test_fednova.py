@@ -23,7 +23,7 @@ def test_equal_steps_match_fedavg():
 
 @pytest.mark.thorough
 def test_stationary_point_is_independent_of_local_work():
-    # at a small rate it is that of the mean gradient, 1.5 x + 1 = 0, though client 1 works eight times as much
+    # at a small rate, it solves 1.5 x + 1 = 0 (zero mean gradient), although client 1 takes eight times as many steps
     rounds = [Round({0: (0,), 1: (0,) * 8})] * 400
     ours, theirs = (play(a, GRAD, (1, 1), X, rounds, lr=2**-8).x[-1].item() for a in (FedNova(), FedAvg()))
     assert abs(ours + 2 / 3) < 0.04

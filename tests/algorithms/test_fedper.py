@@ -1,4 +1,4 @@
-"""FedPer and LG-FedAvg: which part stays with the clients."""
+"""FedPer and LG-FedAvg: the part that stays with the clients."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def test_named_part_stays_local_and_the_rest_is_shared(algorithm, part):
     shared = "body" if part == "head" else "head"
     assert fitted.fit_loop.state.x.numel() == parameters(getattr(start, shared)).numel()
     assert not torch.equal(fitted.fit_loop.state.x, parameters(getattr(start, shared)))
-    close(parameters(getattr(model, part)), parameters(getattr(start, part)))  # the server's model has that of x^0
+    close(parameters(getattr(model, part)), parameters(getattr(start, part)))  # the server keeps the initial part
     heads = [state["personal.parameters"] for state in kept(fitted).values()]
     assert len(heads) == 3
     assert all(head.numel() == parameters(getattr(start, part)).numel() for head in heads)

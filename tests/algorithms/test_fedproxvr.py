@@ -32,7 +32,7 @@ def test_fedproxvr_matches_numpy_reference(estimator: Any, weighting: str | None
 
 
 def test_sarah_and_svrg_differ_from_the_second_batch() -> None:
-    """One client, two batches: the second one tells the estimators apart, the first one does not."""
+    """With one client and two batches, the estimators differ only from the second batch on."""
     for steps, same in ((1, True), (2, False)):
         rounds = [Round({0: ([0, 1], [2, 3])[:steps]})]
         ends = [path(FedProxVR(0.2, kind), rounds)[0] for kind in ("svrg", "sarah")]

@@ -50,7 +50,7 @@ def test_clipping_uses_gradient_of_the_trained_part_only(engine: str) -> None:
 
 
 class Seen(Net):
-    """Notes the first feature of every example, batch after batch."""
+    """Records the first feature of every example, batch by batch."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.0)
@@ -76,7 +76,7 @@ def test_optimizer_does_not_update_the_inactive_part() -> None:
 
     start = parameters(seeded(Ordinary).head).double()
     heads = [state["personal.parameters"] for state in kept(make()).values()]
-    # decay of 0.005 a step would show as a shrunken head after the body's steps; the head's own steps are Adam's
+    # a decay of 0.005 in the body's steps would shrink the head further; its own steps are Adam's
     steps = [-(-size // 4) for size in (13, 8, 21, 5, 16, 9)]
     for head, taken in zip(heads, steps, strict=True):
         assert float((head - start * 0.995**taken).abs().max()) <= 0.01 * taken * 1.01

@@ -15,11 +15,11 @@ ROUNDS = [TWICE, Round({1: (0, 1, 2)}), TWICE]
 @pytest.mark.parametrize(
     ("algorithm", "ys"),
     [
-        # c = -2 / 4 + 3 * 4 / 4 = 2.5, m = 0 is frozen: the directions are half of 2.5 and 2.1875, of 2.5 and 1.875
+        # c = -2 / 4 + 3 * 4 / 4 = 2.5, m = 0 is frozen: directions are half of 2.5 and 2.1875, or of 2.5 and 1.875
         (Mime(SGDm(0.5)), (-0.25 * (1.25 + 1.09375), -0.25 * (1.25 + 0.9375))),
-        # half of -2 and -1.75, of 4 and 3
+        # half of -2 and -1.75, or of 4 and 3
         (MimeLite(SGDm(0.5)), (0.25 * (1.0 + 0.875), -0.25 * (2.0 + 1.5))),
-        # as Mime, but the second direction adds half of the moved m = 1.25
+        # like Mime, but the second direction adds half of the updated m = 1.25
         (CMime(SGDm(0.5)), (-0.25 * (1.25 + 1.71875), -0.25 * (1.25 + 1.5625))),
     ],
     ids=repr,
@@ -27,7 +27,7 @@ ROUNDS = [TWICE, Round({1: (0, 1, 2)}), TWICE]
 def test_one_round_matches_hand_computed_values(algorithm, ys):
     played = play(algorithm, GRAD, (1, 3), X, [TWICE])
     assert played.x[0].item() == 0.25 * ys[0] + 0.75 * ys[1]
-    assert played.server[0]["m"].item() == 1.25  # V saw c, taken at the old x
+    assert played.server[0]["m"].item() == 1.25  # V uses c at the old x
 
 
 def test_frozen_statistics_take_effect_in_the_next_round():
@@ -44,7 +44,7 @@ def test_sgd_base_equals_simpler_method(algorithm, same):
 
 
 def test_warm_start_uses_first_cohort_gradient():
-    # c = 2.5: v = 6.25 divides by 2.5 + eps at once; afterwards v moves by V alone
+    # c = 2.5: v = 6.25 divides by 2.5 + eps in the first step. Later, only V updates v
     played = play(Mime(RMSProp(0.5, eps=0.5, v0="grad", stats="old")), GRAD, (1, 3), X, [Round({0: (0,), 1: (0,)})] * 2)
     x = -0.25 * 2.5 / 3.0
     assert played.x[0].item() == pytest.approx(x, rel=1e-14)

@@ -1,4 +1,4 @@
-"""Scaffnew by hand, and the cohorts that it refuses; the given cases are in tests/oracle."""
+"""Scaffnew by hand, and the cohorts that it refuses. The given cases are in tests/oracle."""
 
 import pytest
 import torch
@@ -17,11 +17,11 @@ ROUNDS = [Round({0: (0, 1), 1: (0, 1)})] * 2
 
 def test_h_is_updated_with_the_next_x():
     played = play(Scaffnew(prob=0.5), GRAD, (1, 3), X, ROUNDS)
-    # y = 0.875 and -1.5, and their plain mean; h_i = 0.5 / 0.25 (x - y_i)
+    # y = 0.875 and -1.5, and x is their unweighted mean; h_i = 0.5 / 0.25 (x - y_i)
     assert played.x[0].item() == -0.3125
     h = 2 * (-0.3125 - 0.875), 2 * (-0.3125 + 1.5)
     ends = [-0.3125, -0.3125]
-    for _ in range(2):  # the h_i add up to zero: after one step the mean would not show them
+    for _ in range(2):  # the h_i sum to zero, so the mean after one step hides them
         ends = [ends[0] - 0.25 * (ends[0] - 2 - h[0]), ends[1] - 0.25 * (2 * ends[1] + 4 - h[1])]
     assert played.x[1].item() == pytest.approx(sum(ends) / 2, rel=1e-15)
 

@@ -13,7 +13,7 @@ ROUNDS = [Round({0: (0, 1), 1: (0, 1)}), Round({0: (0,)})]
 
 def test_option_ii_matches_hand_computed_values():
     played = play(Scaffold(), GRAD, SIZES, X, ROUNDS)
-    # round 1: y = 0.875 and -1.5, paths -1.75 and 3; the means are uniform, c moves by |S|/N = 1/2 of the mean
+    # round 1: y = 0.875 and -1.5, paths -1.75 and 3. The means are uniform, and c moves by |S|/N = 1/2 of the mean
     assert played.x[0].item() == -0.3125
     assert {i: s["c_i"].item() for i, s in played.clients[0].items()} == {0: -1.75, 1: 3.0}
     assert played.server[0]["c"].item() == 0.3125
@@ -39,23 +39,23 @@ def test_gradient_initialization_matches_hand_computed_values():
     # round 1: c_0 = -2, c_1 = 4 and c = (-2 + 4) / 4; v is c in the first step, then 0.5 + a_i (y - x)
     first = {0: 0.5 - 0.125, 1: 0.5 - 0.25}
     assert played.x[0].item() == -0.25 * (0.5 + sum(first.values()) / 2)
-    # c_i becomes the mean of the client's own gradients, and c the sum of these over N
+    # c_i becomes the mean of the client's own gradients, and c becomes the sum of all c_i over N
     own = {0: (-2.0 - 2.125) / 2, 1: (4.0 + 3.75) / 2}
     assert {i: s["c_i"].item() for i, s in played.clients[0].items()} == own
     assert played.server[0]["c"].item() == sum(own.values()) / 4
-    # round 2 takes no gradients: it goes on from there as with any start
+    # round 2 computes no initial gradients: it continues as from any start
     v = played.x[0].item() - 2.0 - own[0] + played.server[0]["c"].item()
     assert played.x[1].item() == played.x[0].item() - 0.25 * v
 
 
 def test_clients_joining_later_start_at_zero():
     played = play(Scaffold(initial="gradient"), GRAD, SIZES, X, [Round({0: (0,)}), Round({2: (0,)})])
-    # client 2 has the gradient 0 everywhere, and nothing but c to step along
+    # client 2 has the gradient 0 everywhere, so it steps along c only
     assert played.x[1].item() == played.x[0].item() - 0.25 * played.server[0]["c"].item()
 
 
 def test_options_include_initial_only_if_not_default():
-    # a checkpoint from before there was a choice has no "initial", and is resumed
+    # older checkpoints have no "initial" and must still resume
     assert Scaffold().options() == {"option": "ii"}
     assert Scaffold("i", "gradient").options() == {"option": "i", "initial": "gradient"}
 

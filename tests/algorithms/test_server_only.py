@@ -11,7 +11,7 @@ GRAD = quadratic((1.0, 2.0), (-2.0, 4.0))
 
 def test_each_round_takes_one_server_step_on_the_mean_gradient():
     sgd = partial(torch.optim.SGD, lr=0.5)
-    # batches do not matter: g = -2 / 4 + 3 * 4 / 4 = 2.5, then 1.75 x + 2.5
+    # independent of batches: g = -2 / 4 + 3 * 4 / 4 = 2.5, then 1.75 x + 2.5
     played = play(ServerOnly(), GRAD, (1, 3), X, [Round({0: (0, 1), 1: ()})] * 2, server_optimizer=sgd)
     assert [x.item() for x in played.x] == [-1.25, -1.25 - 0.5 * (1.75 * -1.25 + 2.5)]
 

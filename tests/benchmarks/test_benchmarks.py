@@ -1,4 +1,4 @@
-"""The benchmark scripts run, compare like with like, and say what is missing."""
+"""The benchmark scripts run, make fair comparisons, and report missing parts."""
 
 import dataclasses
 import importlib
@@ -286,7 +286,7 @@ def test_scale_point_figures_in_process(scripts):
 def test_scale_point_is_measured_in_a_separate_process(scripts, method):
     scale = scripts("scale")
     point = scale.Point(method, cohort=4, population=4, parameters=2_000_000, chunk=2)
-    found = scale._run_apart("cohort", point, rounds=1, warmup=1)  # the memory that other tests freed is used again
+    found = scale._run_apart("cohort", point, rounds=1, warmup=1)  # in this process, freed memory would be reused
     assert found["parameters"] == pytest.approx(2_000_000, rel=0.01)
     assert found["model_mb"] == pytest.approx(8, rel=0.01)
     assert found["kept_mb"] == pytest.approx(4 * found["model_mb"] if method == "Scaffold" else 0, abs=0.1)
@@ -327,7 +327,7 @@ def test_scale_script_writes_tables_and_a_figure(scripts, monkeypatch, tmp_path)
     assert "| FedAvg | 1,000 | 1.5000 | 1.50 | 20.0 | 5.0 | disk |" in text
     assert "| Scaffold | 10,000 | 1.5000 | 750.00 | 20.0 | 5.0 | memory | 10.0 |" in text
     assert "| Scaffold | 2 | 0.7500 | 7.50 | 400 | 2.00 |" in text
-    assert "1,000,000" not in text  # --up-to
+    assert "1,000,000" not in text  # above --up-to
     assert "2026-01-01; A CPU, 2 cores. Medians of 5 rounds after 1 to warm up." in text
     assert 0 < (tmp_path / "images" / "scale.png").stat().st_size < 100_000
 
@@ -391,7 +391,7 @@ def test_engines_differ_only_by_rounding(scripts, capsys):
     assert script.main(["--runs", "1", "--seed", "17", "--json"]) == 0
     small, large = map(json.loads, capsys.readouterr().out.splitlines())
     assert (small["network"], small["method"], small["eps"], large["eps"]) == ("attention", "FedDyn", 1e-8, 1e-3)
-    assert small["engines"][0] < 1e-13  # and in the keys' bias some 1e-4
+    assert small["engines"][0] < 1e-13  # it would be about 1e-4 in the keys' bias
     assert max(large["engines"]) < 1e-13
 
 
@@ -415,8 +415,8 @@ def test_checkouts_are_compared_per_round(scripts):
     base, other = with_rounds("this checkout", [1.0, 2.0, 4.0]), with_rounds("the other checkout", [2.0, 4.0, 40.0])
     slower = with_rounds("the other checkout", [3.0, 6.0, 12.0], loss=2.0)
     (found,) = variants.compare([[base, other], [base, slower]])
-    assert (found["ratios"], found["ratio"]) == ([2.0, 3.0], 2.5)  # the round that was disturbed does not count
-    assert found["cpu_ratios"] == [round(46 / 7, 4), 3.0]  # it does here
+    assert (found["ratios"], found["ratio"]) == ([2.0, 3.0], 2.5)  # the disturbed round does not count
+    assert found["cpu_ratios"] == [round(46 / 7, 4), 3.0]  # the CPU time includes it
     assert found["loss_differs"] == 1.0
     text = variants.table([found], is_against=True)
     assert "| W1 FedAvg | 0.400 |" in text

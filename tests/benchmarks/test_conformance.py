@@ -32,7 +32,7 @@ def cases(modules):
 
 
 def ran(modules, case, **more):
-    """Return the line of a run that is right."""
+    """Return the line of a correct run."""
     rounds = [x.tolist() for x in modules("reference").rounds_of(case)]
     line = {"framework": "one", "versions": {"one": "1.0"}, "date": "2026-01-01", "case": case.id, "offered": True}
     return {**line, "way": "", "how": "as ever", "rounds": rounds, "resumed": rounds[case.restart :], **more}

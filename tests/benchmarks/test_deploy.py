@@ -1,4 +1,4 @@
-"""The benchmark of real clients: what it counts of processes, and which runs it refuses to compare."""
+"""The benchmark of real clients: its measurements of processes, and the runs that it refuses to compare."""
 
 import importlib.util
 import json
@@ -31,9 +31,9 @@ child.wait()
 def deploy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.syspath_prepend(BENCHMARKS)
     for name in ("PYTHONPATH", "DEPLOY_BENCHMARK"):
-        monkeypatch.setenv(name, "")  # to be as it was, afterwards
+        monkeypatch.setenv(name, "")  # restores the variable after the test
     before = set(sys.modules)
-    name = "benchmark_of_deploy"  # not "deploy", which is a folder of the examples and of the tests
+    name = "benchmark_of_deploy"  # "deploy" is already a folder of the examples and of the tests
     spec = importlib.util.spec_from_file_location(name, BENCHMARKS / "deploy.py")
     assert spec is not None
     assert spec.loader is not None
@@ -108,7 +108,7 @@ def test_cpu_time_includes_ended_processes(deploy: Any, tmp_path: Path) -> None:
     watch._cpu = [(begin, {"server": 1, "sites": 2}), (begin + 2, {"server": 4, "sites": 3}), (end + 1, {})]
     (tmp_path / "marks").write_text(f"{begin + 1}\n{begin + 2}\n{end}\n")
     figures = watch.figures()
-    assert figures["cpu_s_per_round_server"] == 1.5  # of two rounds
+    assert figures["cpu_s_per_round_server"] == 1.5  # the mean of two rounds
     assert figures["cpu_s_per_round_sites"] == 0.5
     assert figures["cpu_s_per_round"] == 2
     assert figures["peak_mb_of_all"] == pytest.approx(shared, rel=0.5)
@@ -130,7 +130,7 @@ def test_process_kinds_are_distinguished(command: str, kind: str, deploy: Any) -
 
 @needs_linux
 def test_site_process_with_a_watched_parent_counts_once(deploy: Any, tmp_path: Path) -> None:
-    """FLARE's process stays, and with it the parent of the site's process, which its log names as well."""
+    """FLARE's process keeps running as the parent of the site's process, and the site's log names the child, too."""
     with subprocess.Popen([sys.executable, "-c", STARTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())

@@ -1,4 +1,4 @@
-"""Which hooks a callback has, and how those of rounds are called."""
+"""The hooks of a callback, and the calls of the rounds' hooks."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Metrics of single clients: by hand, with torchmetrics, and apart from the trainer's own validation."""
+"""Metrics of single clients: by hand, with torchmetrics, and separate from the trainer's validation."""
 
 import csv
 from functools import partial
@@ -33,7 +33,7 @@ VAL = {i: classification(n, seed=100 + i) for i, n in enumerate(SIZES)}
 
 
 def run(callback: Any, model: Any = None, datamodule: Any = None, **kwargs: Any) -> dict[str, float]:
-    """Return what is logged at the end of one round."""
+    """Return the values logged at the end of one round."""
     fitted = trainer(callbacks=callback, **{"max_rounds": 1, **kwargs})
     datamodule = data(client_val=VAL, eval_batch_size=4) if datamodule is None else datamodule
     fitted.fit(seeded() if model is None else model, datamodule)
@@ -91,7 +91,7 @@ def test_worst_loss_is_the_largest_with_mode_min() -> None:
 
 
 class Measured(Net):
-    """Logs torchmetrics' objects, a collection of them, a sum, and something when validation ends."""
+    """Logs torchmetrics objects, a collection of them, a sum, and a value at the end of validation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ def test_personalized_models_take_plain_user_optimizer_steps(make: Any, steps: i
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return make(self.parameters())
 
-    # the server stands still at 2, so that every client starts there
+    # the server stays at 2, so every client starts there
     callback = PersonalizedAccuracy("val_loss", mode="min", on="train", local_steps=steps)
     found = run(
         callback, Mine(x0=2.0), Quadratics(a=(3.0, 1.0), G=10.0), clients_per_round=1.0,
@@ -303,7 +303,7 @@ def test_no_files_are_written_without_a_logger(tmp_path: Path) -> None:
 
 
 class Built(FederatedDataModule):
-    """Three clients with examples and, if asked for, two without, of whom nobody knows before they are built."""
+    """Three clients with examples and optional empty ones, which are only known to be empty once they are built."""
 
     def __init__(self, num_empty: int = 0, sizes: tuple[int, ...] = (8, 4, 12)) -> None:
         super().__init__(batch_size=4)
@@ -349,5 +349,5 @@ def test_client_with_empty_loader_is_measured_without_tuning() -> None:
 
     personal, plain = PersonalizedAccuracy(on="train"), ClientAccuracy(on="train")
     run([personal, plain], datamodule=Dropping())
-    assert personal.table[1] == plain.table[1]  # four examples, none of them in a batch of six
+    assert personal.table[1] == plain.table[1]  # four examples do not fill a batch of six
     assert personal.table[2] != plain.table[2]

@@ -1,4 +1,4 @@
-"""Clients' models as files: which ones, their numbers in both engines and several processes, and what goes wrong."""
+"""Clients' models as files: the selection, the values in both engines and several processes, and errors."""
 
 import os
 from functools import partial
@@ -52,7 +52,7 @@ def test_saved_local_models_match_the_end_of_local_training(engine: Any, tmp_pat
 
 
 class Shown(FederatedCallback):
-    """Notes clients' personal models after each round."""
+    """Records clients' personal models after each round."""
 
     def __init__(self) -> None:
         self.found: dict[tuple[int, Any], dict[str, Tensor]] = {}
@@ -65,7 +65,7 @@ class Shown(FederatedCallback):
 
 
 class Normalised(Plain):
-    """With BatchNorm, whose parameters and statistics FedBN leaves with the clients."""
+    """With BatchNorm. Under FedBN, its parameters and statistics stay with the clients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ PERSONAL: dict[str, dict[str, Any]] = {
 def test_saved_personal_models_match_the_evaluated_ones(name: str, tmp_path: Path) -> None:
     options = {"max_rounds": 2, **PERSONAL[name], "datamodule": data((12, 8, 20, 4, 16, 8))}
     shown, others, seen = Shown(), tmp_path / "others", Trajectory()
-    chosen = ClientModels("personal", folder=others, clients=[0, 5])  # whether or not they are in the round
+    chosen = ClientModels("personal", folder=others, clients=[0, 5])  # in the round or not
     run(tmp_path / "cohort", "personal", callbacks=[shown, chosen, seen], **options)
     cohorts = {1: seen.cohorts[0], 2: seen.cohorts[1]}
     assert len(files(tmp_path / "cohort")) == 2 * 3
@@ -202,7 +202,7 @@ def test_two_processes_write_the_same_files_as_one(tmp_path: Path) -> None:
 
 
 class Extra(Plain):
-    """With state that is no tensor."""
+    """With extra state that is not a tensor."""
 
     def get_extra_state(self) -> Any:
         return {"words": 3}

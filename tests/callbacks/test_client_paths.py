@@ -88,7 +88,7 @@ def test_single_client_has_no_cosine() -> None:
 
 
 def measured(with_outlier: bool) -> tuple[dict[str, float], list[Any]]:
-    """Return what is logged of six clients, and the measures, perhaps beside one that is dropped for its update."""
+    """Return the logged values of six clients, optionally with a seventh whose update is dropped, and the callbacks."""
     stream = torch.Generator().manual_seed(0)
     clients = {
         i: TensorDataset(torch.randn(8, 3, generator=stream), torch.randn(8, 1, generator=stream)) for i in range(6)

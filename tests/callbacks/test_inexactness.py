@@ -1,4 +1,4 @@
-"""How exactly clients solve their local problems, by hand."""
+"""The inexactness of clients' local solutions, by hand."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from tests.helpers.training import fit, trainer
 
 
 class Listen(FederatedCallback):
-    """Keeps what is logged of gamma."""
+    """Records the logged values of gamma."""
 
     def __init__(self) -> None:
         self.heard: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Measures leave no trace in a run, resumed or not, and several processes measure what one does."""
+"""Measures do not affect a run, resumed or not, and several processes measure the same as one."""
 
 import json
 import random
@@ -66,7 +66,7 @@ class Moody(Net):
 
 
 class Notes(FederatedCallback):
-    """Notes what the module, the trainer and the global generators hold when a measure has been at work."""
+    """Records the state of the module, the trainer and the global generators after a measure."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -166,7 +166,7 @@ def test_measures_do_not_affect_the_vectorized_engine() -> None:
 
 
 class Impatient(FederatedCallback):
-    """Evaluates a client before a round, and again and again within it."""
+    """Evaluates a client before a round, and repeatedly within it."""
 
     def __init__(self) -> None:
         self.found: list[dict[str, float]] = []
@@ -205,7 +205,7 @@ FAMILIES = {"gradient", "population", "hessian", "drift", "update", "control", "
 
 
 class Write(FederatedCallback):
-    """Writes what was logged last, since the processes' own memory is gone afterwards."""
+    """Writes the last logged values to disk, since the processes' memory is lost afterwards."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""Measures: each is what its definition says, on the clients and in the rounds asked for."""
+"""Measures match their definitions, on the requested clients and in the requested rounds."""
 
 from functools import partial
 from typing import Any
@@ -34,7 +34,7 @@ class WithDropout(Net):
 
 
 class Remembers(Net):
-    """Adds to the loss its mode and what its buffer and its metric have counted, and draws in eval mode, too."""
+    """Adds its mode, and the counts of its buffer and metric, to the loss. Draws random numbers in eval mode, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Remembers(Net):
 
 
 class LossesInTwoOrders(FederatedCallback):
-    """Measures all clients at once, in two orders, and each by itself."""
+    """Measures all clients at once, in two orders, and each one alone."""
 
     def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
         loop, ids = trainer.fit_loop, [0, 1, 2]
@@ -88,7 +88,7 @@ def test_client_loss_does_not_depend_on_measurement_order() -> None:
 
 
 class LossOfOne(FederatedCallback):
-    """Measures one client, which is on a site that says what it is given."""
+    """Measures one client. With ``answers``, the client is on a site that returns them."""
 
     def __init__(self, answers: dict[int, Any] | None = None) -> None:
         self.answers = answers
@@ -132,7 +132,7 @@ A, G = (3.0, 1.0), 10.0
 
 
 def control_errors(server_lr: float = 1.0, model: Any = None, datamodule: Any = None, **kwargs: Any) -> Any:
-    """Return a callback after a run, and what was logged last."""
+    """Return a callback after a run, and the last logged values."""
     callback = ControlVariateError(clients=kwargs.pop("clients", None))
     who = {} if "sampler" in kwargs else {"clients_per_round": 1.0}
     options = {"max_rounds": 1, "local_steps": 1, **who, "algorithm": Scaffold(option="i"), **kwargs}
@@ -143,7 +143,7 @@ def control_errors(server_lr: float = 1.0, model: Any = None, datamodule: Any = 
 
 @pytest.mark.parametrize("option", ["i", "ii"])
 def test_control_variates_at_the_same_point_are_exact(option: Any) -> None:
-    # the server stands still, and with one step option ii's c_i is the gradient at x as well
+    # the server does not move, and with one step, option ii's c_i is also the gradient at x
     callback, found = control_errors(server_lr=0.0, algorithm=Scaffold(option=option))
     assert list(callback.errors.values()) == pytest.approx([0, 0], abs=1e-12)
     assert found == {
@@ -193,7 +193,7 @@ def test_methods_without_control_variates_are_rejected(method: Any) -> None:
 
 
 def measured(callback: Any, model: Any, datamodule: Any, **kwargs: Any) -> dict[str, float]:
-    """Return what is logged after one round, with full participation unless told otherwise."""
+    """Return the values logged after one round, by default with full participation."""
     run = trainer(callbacks=callback, **{"max_rounds": 1, "clients_per_round": 1.0, **kwargs})
     run.fit(model, datamodule)
     return {name: float(value) for name, value in run.callback_metrics.items()}
@@ -296,7 +296,7 @@ def test_hessian_products_match_gradient_differences_with_dropout() -> None:
         def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
             loop = trainer.fit_loop
             x, v = loop.state.x, torch.ones_like(loop.state.x)
-            torch.rand(3)  # the state of the global generators is not the masks'
+            torch.rand(3)  # masks do not depend on the global generators
             product = loop.hessian_vector(1, x, v)
             ahead, behind = (loop.full_gradient(1, x + h * v) for h in (1e-5, -1e-5))
             errors.append(float((product - (ahead - behind) / 2e-5).norm() / product.norm()))

@@ -1,4 +1,4 @@
-"""A metric that nobody logs: told by its name, after a round that is complete and saved."""
+"""Monitored metrics that are never logged: the error names them, after a complete and saved round."""
 
 import warnings
 from functools import cache
@@ -56,7 +56,7 @@ def test_missing_metric_raises_after_the_round_is_saved(name: str, tmp_path: Pat
         fit(seeded(make), callbacks=given, **options)
     assert rounds_in(tmp_path / "last.ckpt") == every
     assert all("_validate_condition_metric" not in vars(callback) for callback in given)
-    if make is Net:  # the run goes on, once the name is right, as if it had been
+    if make is Net:  # with the right name, the run resumes to the same result
         resumed = seeded()
         fit(resumed, ckpt_path=tmp_path / "last.ckpt", callbacks=[EarlyStopping("val_loss", patience=9)])
         assert torch.equal(parameters(resumed), straight())

@@ -1,4 +1,4 @@
-"""One bar whose unit is the round on a terminal, and lines elsewhere."""
+"""One bar of rounds on a terminal, and lines elsewhere."""
 
 import io
 import itertools
@@ -19,7 +19,7 @@ from tests.helpers.training import Net, data, seeded, trainer
 
 @pytest.mark.parametrize("kind", [None, TQDMProgressBar, RichProgressBar])
 def test_progress_bars(kind: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "ps1", "", raising=False)  # as in a notebook, which overwrites a line as a terminal does
+    monkeypatch.setattr(sys, "ps1", "", raising=False)  # as in a notebook: it overwrites lines like a terminal
     if kind is RichProgressBar:
         pytest.importorskip("rich", reason="no rich, which draws this bar")
     bar = None if kind is None else kind()
@@ -82,7 +82,7 @@ def test_line_is_printed_after_a_long_pause(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = RoundLines(every_n_rounds=100)
-    clock = itertools.count(0, 10)  # it is read when the first round starts, and after each round
+    clock = itertools.count(0, 10)  # read at the start of the first round, and after each round
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     trainer(max_rounds=7, limit_val_batches=0, callbacks=lines).fit(seeded(), data())
     shown = capsys.readouterr().out.partition("\nFederated")[0]

@@ -1,4 +1,4 @@
-"""What every round writes to the loggers."""
+"""The values that every round writes to the loggers."""
 
 import csv
 from functools import partial
@@ -77,7 +77,7 @@ def test_tensorboard_logs_the_method_losses_and_summary(tmp_path: Path) -> None:
         ({}, {}),
         ({"server_optimizer": FedAdam}, {"server_optimizer": "FedAdam"}),
         ({"server_optimizer": partial(FedAdam, lr=0.5)}, {"server_optimizer": "FedAdam(lr=0.5)"}),
-        (  # as the command line gives it
+        (  # the form of the command line
             {"server_optimizer": partial(lambda kind, params, **options: kind(params, **options), FedAdam, lr=0.5)},
             {"server_optimizer": "FedAdam(lr=0.5)"},
         ),
@@ -105,7 +105,7 @@ def test_settings_show_only_non_default_parts(options: dict[str, Any], shown: di
 
 
 class WithSeed(Net):
-    """A module whose hyper-parameters have the name of a setting of the run."""
+    """A module with a hyper-parameter named like a setting of the run."""
 
     def __init__(self, seed: int = 7) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ def test_resumed_run_does_not_log_its_method_and_split_again(tmp_path: Path) -> 
 
 
 class OnDemand(FederatedDataModule):
-    """Clients that cannot be visited more than a run needs."""
+    """Clients built on demand: only those that a run needs may be built."""
 
     def client_dataset(self, client_id: Any) -> Any:
         return super().client_dataset(client_id)

@@ -1,4 +1,4 @@
-"""Schedules that follow a metric step right after validation."""
+"""Schedules that depend on a metric step right after validation."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from tests.helpers.training import Net, data, seeded, trainer
 
 
 class Follows(Net):
-    """Halves its rate in every round: no loss falls to less than a negative one."""
+    """Halves its rate in every round: no loss falls below a negative one."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.8)
@@ -18,7 +18,7 @@ class Follows(Net):
 
 
 class Rates(Checkpoint):
-    """Notes the rate whenever a checkpoint could be written after validation."""
+    """Records the rate whenever a checkpoint could be written after validation."""
 
     def __init__(self) -> None:
         self.seen: list[float] = []
@@ -32,7 +32,7 @@ def test_metric_scheduler_steps_once_per_round_before_saving() -> None:
     rates = Rates()
     run = trainer(max_rounds=3, callbacks=rates, num_sanity_val_steps=2, enable_checkpointing=True)
     run.fit(model := seeded(Follows), data())
-    assert rates.seen == [0.4, 0.2, 0.1]  # the sanity check is no round
+    assert rates.seen == [0.4, 0.2, 0.1]  # the sanity check does not count
     (config,) = run.lr_scheduler_configs
     run.validate(model, data(), verbose=False)
     assert config.scheduler.optimizer.param_groups[0]["lr"] == 0.1

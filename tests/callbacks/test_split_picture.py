@@ -1,4 +1,4 @@
-"""The split goes to TensorBoard when a fit starts, and changes nothing of the run."""
+"""TensorBoard gets a picture of the split when a fit starts. It does not affect the run."""
 
 import random
 import sys
@@ -19,7 +19,7 @@ from tests.helpers.training import CLASSES, FEATURES, data, fit, parameters, see
 
 
 class Careless(FederatedDataModule):
-    """Clients made on demand from the global generators."""
+    """Clients drawn on demand from the global generators."""
 
     num_clients = 4
 

@@ -1,4 +1,4 @@
-"""What is printed at the end of a run."""
+"""The summary at the end of a run."""
 
 import ast
 import math
@@ -71,7 +71,7 @@ def test_tensorboard_scores_runs_by_the_best_monitored_value(
     logger, saving = TensorBoardLogger(tmp_path), ModelCheckpoint(tmp_path / "saved", monitor=monitor, mode=mode)
     fit(model=seeded(lr=1.0), callbacks=saving, enable_checkpointing=True, logger=logger, max_rounds=5)
     values = [value for _, value in scalars(logger, monitor)]
-    assert values[-1] != best(values)  # or the test could not tell the best from the last
+    assert values[-1] != best(values)  # otherwise the test could not distinguish them
     assert scores(logger) == [(5, pytest.approx(best(values)))]
 
 

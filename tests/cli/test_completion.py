@@ -30,7 +30,7 @@ EXPECTED = {
     "lightning-fed fit --config ru": {"run.yaml"},
     "lightning-fed deploy flower --si": {"--sites"},
     "lightning-fed compare --mode ''": {"max", "min"},
-    "lightning-fed data --mo": set(),  # which has no model
+    "lightning-fed data --mo": set(),  # this command has no model
     "lightning-fed new -": {"-h", "--help"},
 }
 

@@ -1,4 +1,4 @@
-"""The trainer, model and data of a configuration, made without running anything."""
+"""The trainer, model and data of a configuration, created without running anything."""
 
 from pathlib import Path
 from typing import Any

@@ -35,7 +35,7 @@ SMALL = ["--trainer.max_rounds", "2", "--trainer.accelerator", "cpu", "--trainer
 
 
 def run(*words: str) -> None:
-    """Run one of Lightning's commands, without the time that the others take to describe themselves."""
+    """Run one of Lightning's commands, without the time to add the others to the parser."""
     with one_stage(words[0]):
         main(list(words))
 
@@ -54,10 +54,10 @@ def last(n: int, method: str = "Scaffold") -> str:
 
 @pytest.fixture(scope="module")
 def shown_of_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """Run two rounds of the quickstart, resume them as is printed, and run four at once.
+    """Run two rounds of the quickstart, resume them with the printed command, and run four at once.
 
     Returns:
-        The folder, and what each has printed.
+        The folder, and the output of each run.
     """
     folder, shown = tmp_path_factory.mktemp("runs"), [io.StringIO() for _ in range(3)]
     with pytest.MonkeyPatch.context() as patch:
@@ -70,13 +70,13 @@ def shown_of_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[
             run(*command[1].split())
         with contextlib.redirect_stdout(shown[2]):
             fit("--trainer.max_rounds", "4")
-    kept = folder.rename(folder.with_name("kept"))  # what checkpoints say of their own place is no longer so
+    kept = folder.rename(folder.with_name("kept"))  # the paths in checkpoints are now outdated
     return kept, [one.getvalue() for one in shown]
 
 
 @pytest.fixture
 def runs(shown_of_runs: tuple[Path, list[str]]) -> list[str]:
-    """Put the finished runs into this test's folder, and return what they have printed."""
+    """Copy the finished runs into this test's folder, and return their output."""
     folder, shown = shown_of_runs
     shutil.copytree(folder, Path(), dirs_exist_ok=True)
     return shown
@@ -119,7 +119,7 @@ def test_printed_resume_command_continues_after_max_steps(capsys: pytest.Capture
 
 @pytest.mark.usefixtures("runs")
 def test_validate_and_predict(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
-    for command in ("validate", "predict"):  # a new project's test runs `test`
+    for command in ("validate", "predict"):  # the test of a new project runs `test`
         run(command, "--config", QUICKSTART, "--ckpt_path", last(0), "--trainer.logger", "false")
     out = capsys.readouterr().out
     assert "val_acc" in out
@@ -194,7 +194,7 @@ def test_print_config_round_trips(capsys: pytest.CaptureFixture[str], tmp_path: 
     fit(config=str(tmp_path / "printed.yaml"))
 
 
-NOT_STACKED = ("quickstart.yaml", "fedbn.yaml", "lora.yaml")  # that two need another model is in test_configs.py
+NOT_STACKED = ("quickstart.yaml", "fedbn.yaml", "lora.yaml")  # test_configs.py checks that two need another model
 STACKED = sorted(p for p in CONFIGS.rglob("*.yaml") if p.name not in NOT_STACKED and p.parent.name != "tasks")
 
 
@@ -266,7 +266,7 @@ def test_seed_everything_seeds_the_run() -> None:
     first, other = (torch.load(last(n), weights_only=True) for n in (0, 3))
     assert [one["loops"]["fit_loop"]["state_dict"]["seed"] for one in (first, other)] == [0, 1]
     pairs = [(first["state_dict"][name], other["state_dict"][name]) for name in first["state_dict"]]
-    assert not all(torch.equal(one, two) for one, two in pairs)  # that one repeats, the resumed run above shows
+    assert not all(torch.equal(one, two) for one, two in pairs)  # the resumed run above shows that runs repeat
 
 
 def test_python_dash_m_lists_all_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -302,7 +302,7 @@ for words in (["--help"], ["--version"], ["new", "a_project"], ["compare", "log"
 """
 
 
-@pytest.mark.thorough  # .ci/run has it with the checks
+@pytest.mark.thorough  # .ci/run includes it in the checks
 def test_commands_that_train_nothing_do_not_import_pytorch(capsys: pytest.CaptureFixture[str]) -> None:
     Path("log").mkdir()
     Path("log/metrics.csv").write_text("step,val_acc\n1,0.5\n2,0.75\n")
@@ -328,7 +328,7 @@ def test_quiet_run_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     loggers = [logging.getLogger(name) for name in NAMES[USED]]
     levels = [logger.level for logger in loggers]
     try:
-        with one_stage("fit"):  # the option may stand before the command
+        with one_stage("fit"):  # the option may precede the command
             main(["-q", "fit", "--config", QUICKSTART, *SMALL[:4], "--trainer.logger", "false"])
     finally:
         for logger, level in zip(loggers, levels, strict=True):

@@ -1,4 +1,4 @@
-"""``lightning-fed new``: the project trains as it stands, its test passes, and nothing is written over."""
+"""``lightning-fed new``: the project trains unchanged, its test passes, and no file is overwritten."""
 
 import runpy
 import subprocess
@@ -23,7 +23,7 @@ def test_new_project_trains_and_its_test_passes(
     assert f"cd {NAME} && lightning-fed fit --config config.yaml" in capsys.readouterr().out
     monkeypatch.chdir(tmp_path / NAME)
     monkeypatch.syspath_prepend(str(tmp_path / NAME))
-    # fewer rounds than its configuration says, which the thorough test below takes as it is
+    # fewer rounds than its configuration; the thorough test below runs it unchanged
     with one_stage("fit"):
         main(["fit", "--config", "config.yaml", "--trainer.max_rounds", "2", "--trainer.accelerator", "cpu"])
     with one_stage("test"):

@@ -1,4 +1,4 @@
-"""Help in the order of use, and errors with the name that was probably meant."""
+"""Help in the order of use, and errors that suggest the intended name."""
 
 import re
 from functools import partial
@@ -205,7 +205,7 @@ def test_class_help_shows_formulas_as_text(capsys: pytest.CaptureFixture[str]) -
 def test_list_of_callbacks_replaces_the_previous_list(
     in_file: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As jsonargparse has it, EarlyStopping would keep the quickstart's ``mode: max`` of ModelCheckpoint."""
+    """By jsonargparse's default, EarlyStopping would keep the ``mode: max`` of the quickstart's ModelCheckpoint."""
     parts = [{"class_path": "EarlyStopping", "init_args": {"monitor": "val_loss"}}]
     later = tmp_path / "later.yaml"
     later.write_text(yaml.safe_dump({"trainer": {"callbacks": parts}}), encoding="utf-8")

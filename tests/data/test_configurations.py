@@ -1,4 +1,4 @@
-"""Every data module and every partition can be made from a configuration, and shows its clients from there."""
+"""Every data module and partition can be created from a configuration, and then shows its clients."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The data module: who the clients are, what they have, and what the server model is evaluated on."""
+"""The data module: clients, their data, and the evaluation of the server model."""
 
 import pickle
 import sys
@@ -48,7 +48,7 @@ def noisy(batch, stream):
     return [batch[0] + torch.rand(batch[0].shape, generator=stream), *batch[1:]]
 
 
-# Who the clients are
+# Clients
 
 
 def test_clients_can_be_a_list_a_mapping_or_a_federated_dataset():
@@ -79,7 +79,7 @@ def test_partition_is_split_on_demand():
 
 
 class OnDemand(FederatedDataModule):
-    """A million clients of which none exists before it is asked for."""
+    """A million clients, each built on demand."""
 
     built: list
 
@@ -240,7 +240,7 @@ def test_subclass_can_load_in_setup():
 
 
 class Folds(FederatedDataModule):
-    """Trains on every second example, from the fold on."""
+    """Trains on every second example, starting at the fold's."""
 
     fold = 0
 
@@ -320,7 +320,7 @@ def test_wrapped_client_is_counted_again():
     assert data.client_size(0) == data.client_batches(0).size == 5
 
 
-# What a client has
+# A client's data
 
 
 class Plain(Dataset):
@@ -402,7 +402,7 @@ def test_single_clients_can_have_validation_sets():
     assert data.client_val_dataset("bob") is None
 
 
-# What the server model is evaluated on
+# Evaluation of the server model
 
 
 def test_evaluation_loaders():
@@ -429,7 +429,7 @@ def test_evaluation_sets_accept_example_lists_and_reject_none():
 
 
 class Listed(Dataset):
-    """The examples of another data set, which hides that they are tensors."""
+    """Hides that the examples of a data set are tensors."""
 
     def __init__(self, dataset):
         self.dataset = dataset
@@ -455,7 +455,7 @@ def test_tensor_evaluation_batches_match_a_plain_loader(dataset, transform):
         assert all(a.equal(b) for a, b in zip(fast.dataset[index], dataset[index], strict=True))
 
 
-# What is done to whole batches
+# Functions of whole batches
 
 
 def test_transform_applies_to_client_and_evaluation_batches():
@@ -496,7 +496,7 @@ def test_augmentation_applies_only_to_gradients():
     for batches in (data.client_batches(0).epoch(generator(), shuffle=False), data.client_batches(0).full(generator())):
         noise = torch.cat([features for (features, _), _ in batches]) - stored
         assert noise.unique().numel() == 6
-        assert noise.max() > 1  # two of them
+        assert noise.max() > 1  # the sum of two
     measured = torch.cat([features for (features, _), _ in data.client_batches(0).unaugmented(generator())])
     assert measured.equal(stored)
     assert torch.cat([features for features, _ in data.val_dataloader()]).equal(stored)
@@ -516,7 +516,7 @@ def test_invalid_batch_functions_are_rejected(options, message):
 
 
 class Silent(pl.LightningModule):
-    """One weight; trains on whatever comes."""
+    """One weight; trains on any batch."""
 
     def __init__(self):
         super().__init__()
@@ -538,7 +538,7 @@ class Validating(Silent):
 
 
 class Centralised(FederatedDataModule):
-    """Lets a plain Trainer fit, which is all that these tests need."""
+    """Lets a plain Trainer fit: these tests need no more."""
 
     def train_dataloader(self):
         return DataLoader(tensors(4))
@@ -562,14 +562,14 @@ def quiet_trainer():
 
 
 class Passing(Silent):
-    """Predicts its very batches."""
+    """Predicts its own batches."""
 
     def predict_step(self, batch, batch_idx):
         return batch[0]
 
 
 @pytest.mark.parametrize("kind", [lambda part: part, Listed, lambda part: DataLoader(Listed(part), batch_size=3)])
-def test_lightning_predicts_on_transformed_batches(kind):  # it makes their loader anew
+def test_lightning_predicts_on_transformed_batches(kind):  # Lightning recreates their loader
     data = FederatedDataModule([tensors(1)], predict=kind(tensors(7)), transform=[doubled, negated])
     predicted = quiet_trainer().predict(Passing(), data)
     assert torch.cat(predicted).equal(-2 * tensors(7).tensors[0])
@@ -707,7 +707,7 @@ def test_on_demand_stream_is_rejected_with_its_client():
         Streams().client_size(2)
 
 
-# Life with others
+# Pickle and command line
 
 
 def test_data_module_round_trips_through_pickle():

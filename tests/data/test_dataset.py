@@ -1,4 +1,4 @@
-"""Clients by id: given one by one, built on demand, or cut out of one data set."""
+"""Clients by id: given one by one, built on demand, or split from one data set."""
 
 import pickle
 import warnings
@@ -19,7 +19,7 @@ def tensors(n):
 
 
 class Plain(Dataset):
-    """A data set whose examples are whatever ``example`` makes."""
+    """A data set whose examples the function ``example`` makes."""
 
     def __init__(self, n, example, **attributes):
         self.n = n
@@ -62,7 +62,7 @@ def test_mapping_keeps_its_ids_and_order():
 
 
 class Lazy(Mapping):
-    """Builds a client when asked for it, and counts how often."""
+    """Builds clients on demand, and records each build."""
 
     def __init__(self, ids):
         self.ids = ids
@@ -202,7 +202,7 @@ def test_examples_without_a_class_require_a_function_or_labels(example):
         dataset.reads = 0
         with pytest.raises(FederatedError, match=r"from_partition\(dataset, partition, labels=...\)"):
             FederatedDataset.from_partition(dataset, partition)
-        assert dataset.reads == 1  # and not all of the data
+        assert dataset.reads == 1  # not the whole data set
     for labels in (torch.arange(6) % 2, lambda example: int(example[0]) % 2):
         by_class = FederatedDataset.from_partition(dataset, Shards(2, 1), labels=labels)
         assert by_class.known_sizes == [3, 3]
@@ -231,7 +231,7 @@ def test_labels_are_read_when_a_function_uses_them():
         assert dataset.reads == 0
 
 
-# These read a tensor's memory without asking its class.
+# These read a tensor's memory directly, bypassing its class.
 COPIES = {
     "as_tensor": lambda labels: torch.as_tensor(labels, dtype=torch.int32),
     "new_tensor": lambda labels: torch.zeros(1).new_tensor(labels),
@@ -271,7 +271,7 @@ def test_in_place_label_changes_by_a_function_do_not_leak(kind):
     classes = torch.arange(12) % 3
 
     def merged(labels):
-        labels[labels == 2] = 0  # its own two groups
+        labels[labels == 2] = 0  # merges two classes
         return [(labels == c).nonzero().flatten() for c in (0, 1)]
 
     source = {

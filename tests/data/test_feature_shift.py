@@ -1,4 +1,4 @@
-"""Feature shift: only inputs change, each client's as promised and whoever else there is; refusals by name."""
+"""Feature shift: only inputs change, each client's as documented and independent of the others; refusals by name."""
 
 import copy
 import pickle
@@ -43,7 +43,7 @@ def inputs(clients, client):
 
 
 class Listed(Dataset):
-    """The images one by one, as what ``make`` makes of input and label."""
+    """The images one by one. ``make`` makes an example of input and label."""
 
     targets = LABELS.tolist()
 
@@ -72,7 +72,7 @@ def test_indices_and_labels_do_not_change(shift):
 def test_client_data_depend_only_on_seed_and_client(shift):
     first, second = cut(shift), cut(copy.deepcopy(shift))
     kept = {client: first.dataset(client) for client in first.ids}
-    for client in reversed(second.ids):  # in another order, and again from what is kept
+    for client in reversed(second.ids):  # in another order, and twice
         torch.rand(1)
         np.random.rand()
         for dataset in (second.dataset(client), second.dataset(client)):
@@ -99,7 +99,7 @@ def test_noise_depends_on_example_client_and_seed():
     one, other = noise(Iid(2, seed=1), 0), noise(Iid(2, seed=2), 0)
     common = set(one) & set(other)
     assert len(common) >= 3
-    assert all(one[index] == other[index] for index in common)  # whichever examples the client has beside it
+    assert all(one[index] == other[index] for index in common)  # independent of the client's other examples
     assert len({tuple(row) for row in one.values()}) == len(one)
     assert noise(Iid(2, seed=1), 0, seed=7) != one
     assert noise(Iid(2, seed=1), 0, seed=2**32) != one

@@ -1,4 +1,4 @@
-"""Partitions: every example once, the promised shapes, the same on every machine, and refusals by name."""
+"""Partitions: every example once, the documented shapes, the same on every machine, and refusals by name."""
 
 import math
 
@@ -86,7 +86,7 @@ def test_seed_gives_the_same_clients_on_every_machine(partition, expected):
 
 def test_iid_ignores_the_stored_order():
     first = Iid(2)(torch.zeros(1000))[0]
-    assert 210 < int((first < 500).sum()) < 290  # 250, give or take five standard deviations
+    assert 210 < int((first < 500).sum()) < 290  # 250, plus or minus five standard deviations
 
 
 def test_dirichlet_proportions_match_theoretical_mean_and_variance():
@@ -94,7 +94,7 @@ def test_dirichlet_proportions_match_theoretical_mean_and_variance():
     parts = Dirichlet(num_clients=4, alpha=0.5)(labels)
     shares = torch.stack([torch.bincount(labels[part], minlength=2000) for part in parts]).double() / 100
     assert shares.mean(1) == pytest.approx([0.25] * 4, rel=0.05)
-    variance = 0.25 * 0.75 / (4 * 0.5 + 1)  # of one coordinate of Dir(alpha, ..., alpha)
+    variance = 0.25 * 0.75 / (4 * 0.5 + 1)  # one coordinate of Dir(alpha, ..., alpha)
     assert shares.var(1) == pytest.approx([variance] * 4, rel=0.1)
 
 

@@ -1,4 +1,4 @@
-"""Partitions of the literature: every example once, the promised sizes and classes, and refusals by name."""
+"""Partitions of the literature: every example once, the documented sizes and classes, and refusals by name."""
 
 import copy
 import hashlib
@@ -34,7 +34,7 @@ def assert_equal_sizes(parts, n):
 
 
 def counts(parts, labels):
-    """Return how many examples of each class each client has."""
+    """Return each client's number of examples of each class."""
     classes, codes = torch.unique(labels, return_inverse=True)
     return torch.stack([torch.bincount(codes[part], minlength=len(classes)) for part in parts])
 
@@ -156,7 +156,7 @@ def test_seed_gives_the_same_clients_on_every_machine(partition, expected):
     assert [part.tolist() for part in partition(torch.arange(12) % 3)] == expected
 
 
-LARGE = {  # of many clients, classes that are missing or rare, and a seed of more than 32 bits
+LARGE = {  # many clients, missing and rare classes, and a seed of more than 32 bits
     Iid(300, seed=2**40): "3400a0da5b26bc11",
     Dirichlet(300, 0.1, min_size=0, seed=2**40): "c7279315df875160",
     Shards(300, 3, seed=2**40): "4f9e42bc15110622",
@@ -172,7 +172,7 @@ MANY_LABELS = (torch.arange(20_000) ** 2 % 97) // 3 * 5  # 31 classes, some thre
 
 
 def digest(parts):
-    """Return what names a split, down to the order of the indices."""
+    """Return a hash of a split, including the order of the indices."""
     text = ";".join(",".join(map(str, part.tolist())) for part in parts)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -197,7 +197,7 @@ def test_balanced_mixtures_match_theoretical_mean_and_variance(concentration, al
     labels = torch.arange(4).repeat(100_000)
     parts = BalancedDirichlet(1000, alpha, concentration)(labels)  # 400 examples each, Dir(0.5, 0.5, 0.5, 0.5)
     shares = counts(parts, labels).double() / 400
-    assert shares.mean(0) == pytest.approx([0.25] * 4, abs=1e-12)  # every class is used up
+    assert shares.mean(0) == pytest.approx([0.25] * 4, abs=1e-12)  # every class is exhausted
     q = 0.25 * 0.75 / (4 * 0.5 + 1)  # the variance of a coordinate of q ...
     expected = q + (0.25 * 0.75 - q) / 400  # ... and of counts drawn with it
     assert shares.var(0) == pytest.approx([expected] * 4, rel=0.12)
@@ -214,7 +214,7 @@ def test_total_concentration_follows_the_label_distribution():
 
 def test_balanced_dirichlet_favors_no_client():
     labels = torch.cat([torch.zeros(1000), torch.ones(3000)]).long()
-    seen = counts(BalancedDirichlet(40, 1e6)(labels), labels)[:, 0]  # all ask for 50 of class 0, which has 25 for each
+    seen = counts(BalancedDirichlet(40, 1e6)(labels), labels)[:, 0]  # all want 50 of class 0, which has 25 for each
     assert seen.sum() == 1000
     assert 5 <= seen.min() <= seen.max() <= 45  # five standard deviations; in turns, the first would get 50, the last 0
     assert seen[:20].sum() == pytest.approx(500, abs=60)
@@ -234,10 +234,10 @@ def test_similarity_is_iid_at_one_and_sorted_at_zero():
     labels = torch.arange(10).repeat(100)
     assert counts(Similarity(10, 0.0)(labels), labels).equal(100 * torch.eye(10, dtype=torch.int64))
     at_random = counts(Similarity(10, 1.0)(labels), labels)
-    assert 1 <= at_random.min() <= at_random.max() <= 25  # 10, give or take five standard deviations
+    assert 1 <= at_random.min() <= at_random.max() <= 25  # 10, plus or minus five standard deviations
     mixed = counts(Similarity(10, 0.5)(labels), labels)
     near = [int(row[max(0, client - 1) : client + 2].sum()) for client, row in enumerate(mixed)]
-    assert min(near) >= 50  # the sorted half: cuts come near the borders of the classes
+    assert min(near) >= 50  # the sorted half: cuts are near the borders of the classes
     assert sum(near) == pytest.approx(500 + 500 * 28 / 100, abs=60)  # 28 of the 100 pairs are near, by chance
 
 

@@ -1,4 +1,4 @@
-"""The picture and the table of a split say what is in it; so does the command that makes them."""
+"""The picture and the table of a split match its contents, and so does the output of their command."""
 
 import sys
 from pathlib import Path
@@ -119,7 +119,7 @@ def test_shared_labels_are_read_once():
 def test_figure_shows_class_counts_per_client():
     figure = split_figure(SPLIT)
     areas = bubbles(figure)
-    assert set(areas) == {(0, 0), (0, 1), (1, 0)}  # eve has nothing
+    assert set(areas) == {(0, 0), (0, 1), (1, 0)}  # eve has no examples
     assert areas[0, 0] == pytest.approx(areas[1, 0] / 2)
     assert [text.get_text() for text in figure.axes[0].get_xticklabels()] == ["ann", "bob", "eve"]
     assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == ["3", "5"]
@@ -144,7 +144,7 @@ def test_figure_does_not_import_pyplot(tmp_path):
     assert (tmp_path / "split.png").read_bytes()[:4] == b"\x89PNG"
 
 
-NUMBERS = [  # the mean of all is 3, with variance 4, of which 1 is left within clients
+NUMBERS = [  # the mean of all is 3 with variance 4; the variance within clients is 1
     TensorDataset(torch.zeros(2, 3), torch.tensor([[0.0], [2.0]])),
     TensorDataset(torch.zeros(2, 3), torch.tensor([[4.0], [6.0]])),
     TensorDataset(torch.zeros(0, 3), torch.zeros(0, 1)),
@@ -248,7 +248,7 @@ def test_command_supports_partitions_and_stacked_configurations(tmp_path, capsys
                         }
                     },
                 },
-                "model": {"class_path": "no.such.Model"},  # only the data is made
+                "model": {"class_path": "no.such.Model"},  # only the data are created
                 "ckpt_path": None,
             }
         )

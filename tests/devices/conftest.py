@@ -1,4 +1,4 @@
-"""Where the tests of devices run: on the test device, or with ``--accelerator gpu`` on a real one."""
+"""The device of these tests: the test device, or a real one with ``--accelerator gpu``."""
 
 import shutil
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import torch
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the accelerator."""
+    """Add the option ``--accelerator``."""
     parser.addoption(
         "--accelerator",
         default="mini",
@@ -20,7 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip the tests on the test device beside others: it must be there before the first backward pass of a process."""
+    """Skip tests on the test device if others run: it must be registered before a process's first backward pass."""
     here = [item for item in items if Path(__file__).parent in item.path.parents]
     if config.getoption("--accelerator") == "mini" and len(here) < len(items):
         for item in here:
@@ -33,7 +33,7 @@ class Place:
 
     Attributes:
         name: The accelerator.
-        tolerance: By how much results may differ from the CPU's: by nothing in the sequential engine on the test
+        tolerance: The allowed difference from the CPU's results. It is 0 for the sequential engine on the test
             device, which runs the CPU's kernels.
     """
 
@@ -41,7 +41,7 @@ class Place:
     tolerance: float
 
     def options(self, precision: str = "32-true") -> dict[str, Any]:
-        """Return the arguments of a trainer that trains here."""
+        """Return the arguments of a trainer on this device."""
         if self.name == "mini":
             from tests.devices.mini.lightning import on_mini
 
@@ -50,7 +50,7 @@ class Place:
 
     @property
     def device(self) -> torch.device:
-        """The first of the devices."""
+        """The first device of the accelerator."""
         found = torch.accelerator.current_accelerator()
         assert found is not None
         return torch.device(found.type, 0)
@@ -58,7 +58,7 @@ class Place:
 
 @pytest.fixture(scope="session")
 def place(request: pytest.FixtureRequest) -> Place:
-    """The device that was asked for; skips where it is missing."""
+    """The requested device; skips the test if it is missing."""
     name = request.config.getoption("--accelerator")
     if name == "mini":
         for tool in ("g++", "ninja"):
@@ -74,7 +74,7 @@ def place(request: pytest.FixtureRequest) -> Place:
 
 @pytest.fixture
 def mini(place: Place) -> Iterator[Any]:
-    """The test device itself, for tests of what only it can tell: counts and limits of memory."""
+    """The test device itself, for tests of its counts and memory limits."""
     if place.name != "mini":
         pytest.skip("only the test device counts, and limits its memory")
     import tests.devices.mini as mini

@@ -1,9 +1,9 @@
-"""Runs in two processes, each on its own test device: ``python -m tests.devices.pair FOLDER`` writes their ends.
+"""Runs in two processes, each on its own test device: ``python -m tests.devices.pair FOLDER`` writes their outcomes.
 
-They are forked from a process without devices, since PyTorch cannot fork one that has used a device.
+They are forked from a process without devices, since PyTorch cannot fork a process that has used a device.
 """
 
-import lightning_fed  # noqa: F401  # isort: skip: torchvision beside a CPU build; see docs/platforms.md
+import lightning_fed  # noqa: F401  # isort: skip: torchvision with a CPU build; see docs/platforms.md
 import pickle
 import sys
 from functools import partial
@@ -28,7 +28,7 @@ SIZES = (80, 8, 80, 8)
 
 
 class Kept(Net):
-    """Has an optimizer whose state clients keep, and buffers that are averaged."""
+    """Has an optimizer whose state clients keep, and averaged buffers."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.0)
@@ -39,7 +39,7 @@ class Kept(Net):
 
 
 class Gathers(FederatedCallback):
-    """Gathers a tensor of each process, as a callback that measures may."""
+    """Gathers a tensor of each process, as a measuring callback may."""
 
     def on_round_end(self, trainer: Any, pl_module: Any, round_report: Any) -> None:
         self.found = trainer.fit_loop.gather(pl_module.head.bias.detach() + trainer.global_rank)
@@ -67,7 +67,7 @@ def run_of(module: Net, ckpt_path: Any = None, **options: Any) -> Any:
 
 
 def in_this_pair() -> dict[str, Any]:
-    """Return the arguments of a trainer that finds the other process, each on its own device."""
+    """Return the arguments of a trainer on this process's device that finds the other process."""
     from tests.devices.mini.collectives import stage_collectives
     from tests.devices.mini.lightning import MiniAccelerator
 
@@ -77,7 +77,7 @@ def in_this_pair() -> dict[str, Any]:
 
 
 def end(kind: type[Net], **options: Any) -> dict[str, Any]:
-    """Return what a run ends with."""
+    """Return the outcome of a run."""
     place, gathers, module = in_this_pair(), Gathers(), seeded(kind)
     run = run_of(module, callbacks=[gathers], **place, **options)
     import tests.devices.mini as mini
@@ -92,7 +92,7 @@ def end(kind: type[Net], **options: Any) -> dict[str, Any]:
 
 
 def scaled(folder: Path) -> dict[str, Any]:
-    """Return parameters and scales of a run in mixed precision, and of one that resumes half-way."""
+    """Return the parameters and scales of a mixed-precision run, and of one that resumes halfway."""
     whole, resumed = seeded(Overflows, dropout=0.0), seeded(Overflows, dropout=0.0)
     saving = ModelCheckpoint(dirpath=folder, save_top_k=-1, filename="{epoch}")
     found = {}

@@ -1,4 +1,4 @@
-"""What a warm round asks of a device: kernels, host reads and transfers, within limits, and with the same results."""
+"""Limits on a warm round's kernels, host reads and transfers on a device, with the same results."""
 
 import importlib
 import logging
@@ -22,7 +22,7 @@ from tests.helpers.training import Net, classification, fit, seeded
 
 @pytest.fixture
 def counts(mini: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The benchmark that counts."""
+    """The benchmark that counts kernels."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     logger = logging.getLogger("pytorch_lightning")
     level = logger.level
@@ -32,7 +32,7 @@ def counts(mini: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def steps_of(counts: Any, method: str) -> tuple[float, float]:
-    """Return the kernels and host reads of one local step in the sequential engine, of one client with ten batches."""
+    """Return the kernels and host reads of a local step, from one client with ten batches in the sequential engine."""
     one, two = (
         counts.count(method, "sequential", counts.CASES["shared"], clients_per_round=1, local_epochs=epochs)
         for epochs in (1, 2)
@@ -92,7 +92,7 @@ SEEN: list[tuple[str, bool]] = []
 
 
 class Hooked(Net):
-    """Keeps where each batch comes from, outside of itself: the vectorized engine watches a module's attributes."""
+    """Records each batch's memory outside the module, since the vectorized engine watches a module's attributes."""
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         if self.trainer.training:

@@ -1,4 +1,4 @@
-"""How many clients a device's memory holds at once, and what happens if it does not hold them."""
+"""The number of clients that fit in a device's memory, and the fallbacks if it is too small."""
 
 import gc
 from functools import partial
@@ -23,7 +23,7 @@ COHORT, KB = 12, 1000
 
 
 class Wide(Net):
-    """27 parameters, and 100 kB of activations in a step on four examples: its parameters do not show what it takes."""
+    """27 parameters, but 100 kB of activations in a step on four examples: parameters do not show the memory use."""
 
     def __init__(self, dropout: float = 0.3, width: int = 3000, optimizer: Any = None) -> None:
         super().__init__(dropout=dropout)
@@ -36,7 +36,7 @@ class Wide(Net):
 
 
 class Limits(FederatedCallback):
-    """Limits a device's memory when the first round begins; notes what is used when it begins, and begins again."""
+    """Limits a device's memory at the start of the first round. Records the memory use there and at each restart."""
 
     def __init__(self, mini: Any, limit: int = 0) -> None:
         self.mini, self.limit = mini, limit
@@ -57,7 +57,7 @@ class Limits(FederatedCallback):
 
 @pytest.fixture(autouse=True)
 def collected() -> None:
-    """Trainers of other tests, which are cycles of references, hold memory until they are collected."""
+    """Collect garbage: other tests' trainers, which are reference cycles, hold memory."""
     gc.collect()
 
 
@@ -67,7 +67,7 @@ def even(size: int = 8) -> FederatedDataModule:
 
 
 def fitted(place: Place, engine: str = "vectorized", *, model: Any = None, data: Any = None, **options: Any) -> Any:
-    """Fit on the device, without a validation, and return the trainer."""
+    """Fit on the device without validation, and return the trainer."""
     path, given = options.pop("ckpt_path", None), {"clients_per_round": COHORT, "max_rounds": 1, "limit_val_batches": 0}
     t = trainer(engine=engine, **{**given, **place.options(), **options})
     t.fit(seeded(Wide) if model is None else model, even() if data is None else data, ckpt_path=path)
@@ -75,20 +75,20 @@ def fitted(place: Place, engine: str = "vectorized", *, model: Any = None, data:
 
 
 def state_of(t: Any) -> dict[str, Any]:
-    """Return the server's parameters and what clients keep, on the CPU."""
+    """Return the server's parameters and the client states, on the CPU."""
     server = t.fit_loop.state
     kept = {f"{i}.{name}": v for i, state in server.clients.state_dict().items() for name, v in state.items()}
     return {name: value.cpu() for name, value in {"x": server.x, **kept}.items()}
 
 
-# ---------------------------------------------------------------------- how many
+# ---------------------------------------------------------------------- chunk size
 
 
 @pytest.mark.parametrize("engine", ["vectorized", "auto"])
 def test_chunk_size_fills_half_of_the_memory(mini: Any, place: Place, engine: str, recwarn: Any) -> None:
     mini.set_limit(0, 1000 * KB)
     found = fitted(place, engine).fit_loop.clients
-    assert (found.engine_names, found.chunk_size) == (["vectorized"], 4)  # of 98 kB each
+    assert (found.engine_names, found.chunk_size) == (["vectorized"], 4)  # 98 kB each
     assert not [warning for warning in recwarn if "memory" in str(warning.message)]
 
 
@@ -115,11 +115,11 @@ def test_device_that_fits_only_one_client_uses_chunk_size_one(mini: Any, place: 
 def test_chunk_size_accounts_for_full_batch_gradients(mini: Any, place: Place, recwarn: Any) -> None:
     mini.set_limit(0, 4000 * KB)
     options: dict[str, Any] = {"algorithm": Mime(SGDm()), "model": seeded(Wide, dropout=0.0), "data": even(32)}
-    assert fitted(place, **options).fit_loop.clients.chunk_size == 16  # all of them, but not with 32 examples each
+    assert fitted(place, **options).fit_loop.clients.chunk_size == 16  # all clients fit, but not with 32 examples each
     assert not [warning for warning in recwarn if "memory" in str(warning.message)]
 
 
-# ---------------------------------------------------------------------- and if there is less
+# ---------------------------------------------------------------------- with less memory
 
 METHODS: dict[str, tuple[Algorithm, Any]] = {
     "FedAvg": (FedAvg(), None),
@@ -155,7 +155,7 @@ def test_out_of_memory_round_restarts_with_half_the_clients(
 
 
 class Rows(Wide):
-    """Takes examples of 600 numbers, of which the vectorized engine looks up many batches at once."""
+    """Takes examples of 600 numbers. The vectorized engine looks up many batches of them at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class Rows(Wide):
 def test_auto_falls_back_to_sequential_if_it_needs_less_memory(
     mini: Any, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_data, "_SHARE", 10**9)  # copies of the data would be most of both peaks
+    monkeypatch.setattr(device_data, "_SHARE", 10**9)  # otherwise copies of the data dominate both peaks
 
     def start(engine: str, limits: Limits) -> Any:
         rows = [TensorDataset(torch.ones(64, 600), torch.zeros(64, dtype=torch.int64)) for _ in range(COHORT)]
@@ -211,6 +211,6 @@ def test_resumed_run_keeps_the_chunk_size_of_its_first_device(mini: Any, place: 
 def test_processes_use_the_smallest_chunk_size_of_all(mini: Any, place: Place) -> None:
     mini.set_limit(0, 1000 * KB)
     work = fitted(place, "auto").fit_loop.clients
-    for others, expected in ((8, 4), (2, 2), (None, None)):  # None: another takes the sequential engine
+    for others, expected in ((8, 4), (2, 2), (None, None)):  # None: another process uses the sequential engine
         work.agree(SimpleNamespace(size=2, gather=lambda own, others=others: [own, others]))
         assert work.chunk_size == expected

@@ -1,4 +1,4 @@
-"""A method of each kind computes on a device what it computes on the CPU, in both engines."""
+"""A method of each kind has the same results on a device and on the CPU, in both engines."""
 
 from functools import partial
 from typing import Any

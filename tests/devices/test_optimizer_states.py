@@ -1,4 +1,4 @@
-"""Optimizers find their state where torch.optim keeps it, wherever it comes from; clients' states are on the host."""
+"""Optimizer states are on the device where torch.optim keeps them, from any source. Client states are on the host."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ class WithAdam(Net):
 
 
 class Counts(pl.Callback):
-    """Counts what the device does in one round."""
+    """Counts the device's work in one round."""
 
     def __init__(self, mini: Any, round: int) -> None:
         self.mini, self.round = mini, round

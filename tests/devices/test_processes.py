@@ -1,4 +1,4 @@
-"""Two processes, each on its own device: states travel, nothing is on the other's device, every scaler is resumed."""
+"""Two processes on their own devices: they exchange states, leave the other device alone, and resume every scaler."""
 
 import os
 import pickle
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcomes(place: Place, folder: Path) -> Outcomes:
-    """What each process of each run returned."""
+    """The results of each process of each run."""
     if place.name != "mini":
         pytest.skip("two processes run on two test devices")
     command, around = [sys.executable, "-m", "tests.devices.pair", str(folder)], {**os.environ, "OMP_NUM_THREADS": "1"}

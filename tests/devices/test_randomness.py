@@ -1,4 +1,4 @@
-"""Random layers draw from the device's stream, which the run's seed decides and which others keep."""
+"""Random layers draw from the device's stream. The run's seed determines it, and other streams are unchanged."""
 
 import pytest
 import torch

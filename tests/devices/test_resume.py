@@ -26,7 +26,7 @@ class WithAdam(Net):
 
 
 def run(place: Place, name: str, tmp_path: Path, starts_here: bool, ends_here: bool) -> tuple[Tensor, Tensor]:
-    """Return the parameters after two rounds at one place and two at another, and after four at the first."""
+    """Return the parameters of a run that resumes after two of four rounds, and of one on the first device."""
     options = {"clients_per_round": 4, **RUNS[name]}
     here, cpu = {**options, **place.options()}, options
     kind = WithAdam if "keep" in options.values() else Net

@@ -1,4 +1,4 @@
-"""Sums over clients take little of a device's memory."""
+"""Sums over clients use little of a device's memory."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""On a device without float64, such as Apple's GPUs, sums over clients are taken in float64 on the CPU."""
+"""On a device without float64, such as Apple's GPUs, sums over clients run in float64 on the CPU."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,7 +41,7 @@ def without_float64(mini: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class WithBuffers(Net):
-    """Has buffers that are averaged, and a parameter that is frozen."""
+    """Has averaged buffers and a frozen parameter."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.0)

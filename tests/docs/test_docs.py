@@ -1,4 +1,4 @@
-"""What README and docs say is so: code runs, links lead somewhere, signatures and costs are the real ones."""
+"""README and docs are correct: code runs, links resolve, and signatures and costs match the code."""
 
 import ast
 import inspect
@@ -24,7 +24,7 @@ SKIP = "<!-- no-run -->"
 
 
 def blocks(path: Path) -> list[tuple[int, str]]:
-    """Return the Python blocks of a page that are to be run, each with the line on which its code starts."""
+    """Return a page's Python blocks to run, each with the line on which its code starts."""
     found, lines = [], path.read_text().splitlines()
     starts = [n for n, line in enumerate(lines) if line.strip() == "```python"]
     for start in starts:
@@ -35,7 +35,7 @@ def blocks(path: Path) -> list[tuple[int, str]]:
 
 
 def needed(path: Path, line: int) -> list[str]:
-    """Return the optional packages that a block needs, by the comment above it."""
+    """Return the optional packages of a block, from the comment above it."""
     above = path.read_text().splitlines()[line - 2] if line > 1 else ""
     found = re.fullmatch(r"<!-- needs: (.+) -->", above)
     return found[1].split(", ") if found else []
@@ -47,7 +47,7 @@ def prose(path: Path) -> str:
 
 
 def anchors(path: Path) -> set[str]:
-    """Return the fragments that the host of the repository makes of a page's headings."""
+    """Return the fragments that the repository's host generates from a page's headings."""
     text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.M | re.S)
     headings = re.findall(r"^#+ +(.+?) *$", text, flags=re.M)
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
@@ -93,7 +93,7 @@ def test_documented_code_runs(path: Path) -> None:
                 )
             exec(compile("\n" * line + code, str(path), "exec"), namespace)
     finally:
-        logger.setLevel(level)  # a page makes trials quiet
+        logger.setLevel(level)  # a page silences trials
 
 
 def test_links_resolve() -> None:
@@ -115,7 +115,7 @@ def test_required_pages_exist() -> None:
 
 
 def signatures() -> list[ast.Call]:
-    """Return the calls behind "Class:" in the page of methods."""
+    """Return the calls after "Class:" in the page of methods."""
     lines = re.findall(r"^- Class: .*$", METHODS.read_text(), flags=re.M)
     calls = [ast.parse(text, mode="eval").body for line in lines for text in re.findall(r"`([A-Z]\w+\(.*?\))`", line)]
     return [call for call in calls if isinstance(call, ast.Call)]
@@ -158,7 +158,7 @@ class Last(FederatedCallback):
 
 
 class Counting(Net):
-    """Count the gradients taken; one parameter group."""
+    """Count the gradients. It has one parameter group."""
 
     calls = 0
 
@@ -201,13 +201,13 @@ def test_documented_costs_match_the_measured_ones(row: list[str]) -> None:
 def test_every_method_has_a_documented_cost() -> None:
     written = {row[0].strip("`").split("(")[0] for row in costs()}
     methods = {n for n in algorithms.__all__ if issubclass(getattr(algorithms, n), algorithms.Algorithm)}
-    of_a_part = {"FedBN", "FedPer", "FedRep", "LGFedAvg"}  # FedAvg's, of the part of the model that is shared
+    of_a_part = {"FedBN", "FedPer", "FedRep", "LGFedAvg"}  # the cost of FedAvg on the shared part of the model
     assert written == methods - {"Algorithm", *of_a_part}
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_tables_have_a_delimiter_for_each_column(path: Path) -> None:
-    """Or the host of the repository shows them as text; the site does not mind."""
+    """Otherwise the repository's host shows them as text. The site accepts them."""
     lines = [re.sub(r"`[^`]*`|\\\|", "code", line) for line in path.read_text().splitlines()]
     rows = [n for n, line in enumerate(lines) if re.fullmatch(r"\|(?: *:?-+:? *\|)+", line)]
     assert not [lines[n - 1] for n in rows if lines[n].count("|") != lines[n - 1].count("|")]

@@ -27,7 +27,7 @@ STARTED_SEVERAL_TIMES = FOLDER / "two_processes.py"
 EXAMPLES = sorted(set(FOLDER.glob("*.py")) - {STARTED_SEVERAL_TIMES})
 
 
-RUN_BELOW = {"finetune_torchvision", "per_client"}  # which have tests of their own
+RUN_BELOW = {"finetune_torchvision", "per_client"}  # they have their own tests
 
 
 def load(path: Path) -> ModuleType:
@@ -48,7 +48,7 @@ def new_algorithm() -> Any:
 def test_example_runs_for_two_rounds(
     path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # and taken back with what ``seed_everything`` makes of it
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # undone after the test, even if ``seed_everything`` changes it
     accuracy = load(path).main(max_rounds=2)
     assert math.isfinite(accuracy)
     assert 0.1 < accuracy <= 1.0, "ten classes: no better than one answer for all"
@@ -80,21 +80,21 @@ def test_notebook_runs_and_shows_the_expected_accuracy(tmp_path: Path, monkeypat
 
 
 def environment() -> dict[str, str]:
-    """Return an environment for processes with one thread each, which finds the package."""
-    # without what other tests have left there of processes that found each other
+    """Return an environment that finds the package, for processes with one thread each."""
+    # without variables of distributed runs that other tests left
     kept = {k: v for k, v in os.environ.items() if "RANK" not in k and not k.startswith("MASTER_")}
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER.parent)}
 
 
 def run(*command: str) -> str:
-    """Return what a command prints."""
+    """Return a command's output."""
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment(), timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def torchrun(*words: str) -> str:
-    """Return what a script prints that torchrun starts; torchrun itself is forked, to import nothing anew."""
+    """Return the output of a script under torchrun. torchrun itself is forked to save the imports."""
 
     def launch() -> None:
         os.environ.clear()

@@ -1,4 +1,4 @@
-"""What ``engine="auto"`` says of a small BERT of transformers, as docs/hugging_face.md has it."""
+"""The messages of ``engine="auto"`` for a small BERT of transformers, as quoted in docs/hugging_face.md."""
 
 import logging
 import re
@@ -59,7 +59,7 @@ def test_auto_explains_its_engine_in_one_line(
 
 
 class Adapted(Bert):
-    """A BERT whose LoRA adapter alone is trained, with dropout."""
+    """A BERT with dropout that trains only its LoRA adapter."""
 
     def __init__(self, checkpointing: bool | None, adapter: bool) -> None:
         super().__init__(masked=True, **SINGLE)

@@ -1,4 +1,4 @@
-"""docs/platforms.md has the errors that people search for, word for word."""
+"""docs/platforms.md quotes errors word for word, since people search for them."""
 
 from pathlib import Path
 
@@ -9,9 +9,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "platforms.md"
 
 
 def test_platforms_page_quotes_the_torchvision_mismatch_error() -> None:
-    """Its native library does not load then, so the first operator that it describes to PyTorch does not exist.
+    """With a mismatch, torchvision's native library does not load, so its first registered operator does not exist.
 
-    Here ``lightning_fed`` has declared that operator, so another name stands in for it.
+    ``lightning_fed`` has declared that operator here, so the test uses another name.
     """
     with pytest.raises(RuntimeError) as refused:
         torch.library.register_fake("not_torchvision::nms", lambda *_: None)

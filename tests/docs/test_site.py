@@ -1,4 +1,4 @@
-"""The site names every page and builds; configurations and commands in the documentation are real ones."""
+"""The site lists every page and builds. Configurations and commands in the documentation are valid."""
 
 import ast
 import io
@@ -36,7 +36,7 @@ FIT = {"fit", "validate", "test", "predict"}
 
 @pytest.fixture(autouse=True)
 def _command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give no arguments but a test's own, let the example's module be found, and take back what is seeded."""
+    """Clear the arguments, make the example's module importable, and restore the variables of the seed."""
     monkeypatch.setattr(sys, "argv", ["lightning-fed"])
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "cli"))
     monkeypatch.setitem(sys.modules, "my_package", SimpleNamespace(mixed_up=lambda batch, generator: batch))
@@ -49,7 +49,7 @@ def _command_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @cache
 def site() -> dict[str, Any]:
-    """Return mkdocs.yml, with what its tags would make left out."""
+    """Return mkdocs.yml, with None for values with tags."""
 
     class Loader(yaml.SafeLoader):
         pass
@@ -85,7 +85,7 @@ def test_menu_titles_match_the_reference() -> None:
 
 
 def titled(nav: Any) -> Iterator[tuple[str, str]]:
-    """Yield the pages of a part of the navigation, each with its title if it has one there."""
+    """Yield the pages of a part of the navigation, each with its title there, if any."""
     if isinstance(nav, dict):
         for title, inner in nav.items():
             if isinstance(inner, str):
@@ -143,7 +143,7 @@ def test_links_have_titles_instead_of_file_names() -> None:
 
 
 def test_code_has_at_most_76_columns() -> None:
-    """Which fit on the site at 1280 pixels; output of programs may be wider."""
+    """They fit on the site at 1280 pixels. Program output may be wider."""
     faults = []
     for page in (path for path in PAGES if path.parent.name != "papers" and path.name != "README.md"):
         text = page.read_text()
@@ -168,14 +168,14 @@ def test_repository_address_links_pages_and_names_to_sources(address: str | None
     assert text == f"{link}\n\n!!! note\n    Two\n    lines.\n"
     assert page.edit_url == (f"{address}/edit/main/CONTRIBUTING.md" if address else None)
     link = (
-        '<a href="/" class="md-source" data-md-component="source">'  # of the theme, whose script asks GitHub for stars
+        '<a href="/" class="md-source" data-md-component="source">'  # the theme's script would query GitHub for stars
     )
     assert hooks.on_post_page(link, page, config) == '<a href="/" class="md-source">'
     extensions = hooks.griffe.Extensions(hooks.Docstrings(address))
     loaded = hooks.griffe.load("lightning_fed.core.errors", search_paths=[str(ROOT)], extensions=extensions)
     shown = loaded["FederatedError"].docstring.value
     plain = hooks.griffe.load("lightning_fed.core.errors", search_paths=[str(ROOT)])["FederatedError"].docstring.value
-    assert shown.partition("\n\n")[0] == plain.partition("\n\n")[0]  # which tables show
+    assert shown.partition("\n\n")[0] == plain.partition("\n\n")[0]  # tables show this part
     assert (f'href="{address}/blob/main/lightning_fed/core/errors.py#L' in shown) == (address is not None)
 
 
@@ -280,7 +280,7 @@ def site_check() -> Any:
 
 
 def module_at(name: str, path: Path) -> Any:
-    """Return the module of a script."""
+    """Return a script as a module."""
     spec = spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -293,7 +293,7 @@ def module_at(name: str, path: Path) -> Any:
 
 
 class Parsed(FederatedCLI):
-    """The command line up to the point where it would make what was asked for."""
+    """The command line without its last steps: it neither instantiates classes nor runs a command."""
 
     def instantiate_classes(self) -> None:
         pass
@@ -304,7 +304,7 @@ class Parsed(FederatedCLI):
 
 @cache
 def command_line(stage: str | None) -> Parsed:
-    """Return the command line with one of Lightning's commands, or, without one, with those of a configuration."""
+    """Return the command line with one of Lightning's commands, or without commands, for a configuration."""
     args = [*([] if stage is None else [stage]), "--config", QUICKSTART]
     with nullcontext() if stage is None else one_stage(stage):
         return Parsed(
@@ -353,9 +353,9 @@ STARTS = ("lightning-fed ", "python ", "srun ", "torchrun ", "pytest ", "pip ")
 
 
 def commands(every: bool) -> Iterator[tuple[str, str]]:
-    """Yield the commands of indented blocks and of code within a line, each after where it stands.
+    """Yield the place and the text of each command in indented blocks and inline code.
 
-    Of the runs, which take long to parse, those with an option that none before them has, or every one.
+    Runs take long to parse: without ``every``, skip those without a new option.
     """
     options: set[str] = set()
     for page in PAGES:
@@ -377,7 +377,7 @@ def commands(every: bool) -> Iterator[tuple[str, str]]:
 
 
 def check(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Check that a command's program, files and options are there."""
+    """Check that a command's program, files and options exist."""
     words = shlex.split(re.sub(r"[\[\]]", " ", command) if command.startswith("lightning-fed") else command)
     if words[0] == "srun":
         words = words[1:]
@@ -391,7 +391,7 @@ def check(command: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert all((ROOT / word).exists() for word in words if word.startswith("tests"))
     else:
         script = next((word for word in words if word.endswith(".py")), None)
-        if script is not None and "/" in script:  # train.py stands for one of the reader's
+        if script is not None and "/" in script:  # train.py is the reader's own
             sources = "".join(path.read_text() for path in (ROOT / script).parent.glob("*.py"))
             assert (ROOT / script).exists()
             missing = [
@@ -402,17 +402,17 @@ def check(command: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def check_own(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     command, *args = words or [""]
-    if command in FIT | {"data"} and args:  # else it is the command's name
+    if command in FIT | {"data"} and args:  # else only the command is named
         for i, word in enumerate(args[:-1]):
             if word == "--config" and not (ROOT / args[i + 1]).exists():
                 assert "/" not in args[i + 1], f"there is no {args[i + 1]}"
-                args[i + 1] = QUICKSTART  # run.yaml and its like are the reader's
+                args[i + 1] = QUICKSTART  # names without a folder are the reader's files
             elif word == "--config":
                 args[i + 1] = str(ROOT / args[i + 1])
         code: Any = None
         try:
             data_parser().parse_args(args) if command == "data" else parse([command, *args])
-        except SystemExit as end:  # of --print_config too, without a code
+        except SystemExit as end:  # --print_config also exits, without a code
             code = end.code
         assert not code, capsys.readouterr().err
     elif command not in FIT | {"data"}:
@@ -454,7 +454,7 @@ def test_documented_commands_are_valid(every: bool, capsys: pytest.CaptureFixtur
 
 
 def summary(text: str) -> dict[str, str]:
-    """Return the rows that a run prints at its end, by name; places of rounds are left out of the names."""
+    """Return the rows that a run prints at its end, by name without "(round N)"."""
     shown = text.partition("Federated run finished\n")[2]
     rows = [re.split(r" {2,}", line.strip(), maxsplit=1) for line in shown.partition("\n\n")[0].splitlines()]
     return {re.sub(r" \(round \d+\)", "", name): value for name, value in rows}
@@ -475,7 +475,7 @@ def test_quickstart_output_matches_a_run(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    caplog.set_level(logging.INFO, "pytorch_lightning")  # which commands of the pages may have made quiet
+    caplog.set_level(logging.INFO, "pytorch_lightning")  # the pages' commands may have silenced it
     with one_stage("fit"):
         main(["fit", "--config", QUICKSTART, "--trainer.max_rounds", str(rounds)])
     printed = summary(capsys.readouterr().out)
@@ -513,7 +513,7 @@ def test_quickstart_quotes_errors_that_the_package_raises() -> None:
     code = "".join(path.read_text() for path in (ROOT / "lightning_fed").rglob("*.py"))
     quoted = [text.removesuffix(" ...") for text in re.findall(r"^- \*\*`([^`]+)`\*\*", page, re.MULTILINE)]
     assert len(quoted) == 4
-    written = {  # as the code has it; the first one is PyTorch's
+    written = {  # as in the code; the first one is PyTorch's
         "operator torchvision::nms does not exist": "",
         "a class of the package pytorch_lightning, while lightning_fed uses lightning": ", while lightning_fed uses {",
         "The checkpoint's method is": "{origin.name}'s {what} is ",

@@ -1,4 +1,4 @@
-"""Run configurations and print what is found: ``python -m tests.fuzz --configurations 500 --seed 0``."""
+"""Run configurations and print the findings: ``python -m tests.fuzz --configurations 500 --seed 0``."""
 
 import argparse
 import sys
@@ -15,7 +15,7 @@ from tests.fuzz.shrink import shrink
 
 
 def main() -> int:
-    """Run them, and return whether anything was found."""
+    """Run the configurations, and return whether anything was found."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--configurations", type=int, help="how many, from --first on (default: the default run's 25)")
     parser.add_argument("--first", type=int, default=0, help="the first number (default: 0)")

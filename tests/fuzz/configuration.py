@@ -1,4 +1,4 @@
-"""What a fuzzed run may look like: the axes, how a configuration is drawn, and how it is described."""
+"""Configurations of fuzzed runs: the axes, random draws, and descriptions."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 __all__ = ["AXES", "FULL_GRADIENTS", "Configuration", "compatible", "covering", "draw"]
 
 AXES: Mapping[str, tuple[Any, ...]] = {
-    # The module. The first value of every axis is its default; a value that stands twice is drawn twice as often.
+    # The module. The first value of every axis is its default. A value that is listed twice is drawn twice as often.
     "network": (
         *("linear", "linear", "mlp", "mlp", "mlp", "mlp", "conv", "conv", "attention", "attention"),
         *("wide", "wide", "gru", "lstm", "sparse", "batchnorm", "dropout"),
@@ -38,7 +38,7 @@ AXES: Mapping[str, tuple[Any, ...]] = {
         *("adam", "adamw", "rmsprop", "adagrad"),
     ),
     "schedule": ("none",) * 5 + ("step", "step", "lambda", "lambda", "plateau", "each step"),
-    "steps": ("trainer",) * 8 + ("own", "own, two optimizers"),  # who steps the optimizer
+    "steps": ("trainer",) * 8 + ("own", "own, two optimizers"),  # "own": training_step steps the optimizer
     "precision": ("64-true", "64-true", "64-true", "64-true", "32-true", "bf16-mixed"),
     # The data.
     "sizes": ((7, 5, 10, 4), (6, 6, 6), (1, 8, 3, 5), (1, 1, 4), (5, 2, 11), (4, 0, 6, 3)),
@@ -75,7 +75,7 @@ AXES: Mapping[str, tuple[Any, ...]] = {
     "states": ("memory", "memory", "memory", "disk"),
     "validate": (False, False, True),
     "measure": ("none",) * 8 + ("accuracy", "personalized"),
-    # How it is run.
+    # The run.
     "engine": ("auto", "auto", "auto", "vectorized"),
     "chunk": (None, None, None, None, 1, 1, 1, 2),
     "resume_after": (0, 0, 1, 2),
@@ -89,7 +89,7 @@ loop has no formula for, ``mended`` what is known to be refused."""
 
 @dataclass(frozen=True)
 class Configuration:
-    """One run: a point of :data:`AXES`, and the number it was drawn under."""
+    """One run: a point of :data:`AXES`, and the number of its draw."""
 
     seed: int = 0
     number: int = 0
@@ -153,20 +153,20 @@ class Configuration:
 
     @property
     def tokens(self) -> bool:
-        """Return whether the inputs are tokens and not features."""
+        """Return whether the inputs are tokens instead of features."""
         return self.network in ("gru", "lstm", "sparse")
 
     def __str__(self) -> str:
-        """Show the number and what is not at its default."""
+        """Show the number and the axes that are not at their defaults."""
         shown = " ".join(f"{name}={value!r}" for name, value in self.changed.items())
         return f"[seed {self.seed} number {self.number}] {shown or 'all defaults'}"
 
 
 def draw(seed: int, number: int) -> Configuration:
-    """Return a configuration, a function of both numbers alone.
+    """Return a configuration that depends only on both numbers.
 
-    Every axis goes through its values in shuffled order, again and again in other orders. So any ``len(values)``
-    numbers in a row, from a multiple of that on, hold every value of the axis, as often as it is listed.
+    Every axis repeats its values, each time in another order. So ``len(values)`` consecutive numbers, starting at a
+    multiple of it, contain every value of the axis as often as it is listed.
     """
     chosen = {name: _spread(seed, name, values, number) for name, values in AXES.items()}
     drawn = Configuration(seed=seed, number=number, **chosen)
@@ -188,23 +188,23 @@ def _order(stream: str, count: int) -> list[int]:
 
 
 def _refused_late(c: Configuration) -> dict[str, Any]:
-    """Return what sets back that a run refuses only when a client of a later round shows it."""
+    """Return changes that remove settings that a run would refuse only at a client of a later round."""
     changes: dict[str, Any] = {}
     if 1 in c.sizes and (c.network == "batchnorm" or c.method == "FedBN"):
-        changes["sizes"] = (6, 6, 6)  # BatchNorm takes no batch of one example
+        changes["sizes"] = (6, 6, 6)  # BatchNorm cannot train on a batch of one example
     if (c.method in FULL_GRADIENTS or (c.method == "FedProx" and c.variant % 2)) and c.attribute in (
         "one",
         "distinct",
     ):
         changes["attribute"] = "none"  # full gradients are taken before hooks set an attribute
     if c.fails and not c.mended:
-        changes["fails"] = False  # a failing client ends the run, unless all that lets a round do without it is set
+        changes["fails"] = False  # a failing client ends the run unless it may be dropped
     return changes
 
 
 def compatible(c: Configuration) -> Configuration:
-    """Return the configuration with what its method is known to refuse set back, so that most of them run."""
-    for _ in range(2):  # a change may bring a new conflict
+    """Return the configuration with known conflicts resolved, so that most configurations run."""
+    for _ in range(2):  # a change may create a new conflict
         for changes in _conflicts(c):
             c = replace(c, **changes)
     return c
@@ -223,7 +223,7 @@ FULL_GRADIENTS = ("Mime", "MimeLite", "CMime", "MimeMVR", "FedDane", "ServerOnly
 
 
 def _made_plain(c: Configuration) -> Configuration:
-    """Return a configuration that the plain loop has all formulas for."""
+    """Return a configuration that the plain loop supports."""
     takes_any = c.optimizer in ("sgd", "decay") or c.method in ("FedAvg", "FedProx")
     server = c.server if c.server in ("sgd", "half", "momentum", "adam") else "momentum"
     return replace(c, **PLAIN, optimizer=c.optimizer if takes_any else "decay", server=server)
@@ -266,11 +266,11 @@ def _conflicts(c: Configuration) -> Iterator[dict[str, Any]]:
         if c.method in (*FULL_GRADIENTS, "FedExP", "FedNova", "FedProxVR", "FedSpeed", "Scaffnew"):
             yield {"method": "Scaffold" if c.variant else "FedAvg"}
         if c.asynchronous == "FedAsync" and c.method == "FedAvg":
-            yield {"variant": 0}  # the others' clients send gradients
+            yield {"variant": 0}  # in the other variants, clients send gradients
     if c.schedule == "each step":
         yield {"schedule": "step"}
     if c.fails:
-        yield {"measure": "none", "clients": None, "heterogeneity": "none"}  # others are left, whoever fails
+        yield {"measure": "none", "clients": None, "heterogeneity": "none"}  # some clients remain after a failure
         yield {"on_error": "drop", "dataset": "plain", "sizes": (7, 5, 10, 4)}
     if c.compression != "none" or c.aggregator != "none":
         yield {"precision": "64-true"}
@@ -295,12 +295,12 @@ def _conflicts(c: Configuration) -> Iterator[dict[str, Any]]:
 
 
 def covering(count: int, required: Sequence[Callable[[Configuration], bool]], seed: int = 0) -> list[int]:
-    """Return few numbers that hold much: what is required, and then as many values of all axes as they can.
+    """Return the numbers of a few configurations that meet the requirements and cover as many axis values as possible.
 
     Args:
         count: How many numbers.
-        required: For each of these, a number is taken whose configuration it is true of: the first of the quickest.
-        seed: What they are drawn with.
+        required: Conditions on a configuration. For each, the cheapest configuration that satisfies it is taken.
+        seed: The seed of the draws.
     """
     drawn = [draw(seed, number) for number in range(_AMONG)]
     held = [{(name, getattr(c, name)) for name in AXES} for c in drawn]
@@ -327,12 +327,12 @@ _AMONG = 600
 
 
 def _cost(c: Configuration) -> int:
-    """Return how long a configuration takes to examine, roughly: networks take long to trace, processes to start."""
+    """Return a rough cost of examining a configuration: large networks are slow to trace, and processes to start."""
     is_slow = c.network in ("attention", "conv", "lstm", "gru", "wide")
     return is_slow * (3 if c.engine == "vectorized" else 1) + (c.processes == 2) + (c.resume_after > 0)
 
 
 def _is_left_out(c: Configuration) -> bool:
-    """Return whether a configuration sets what full-batch gradients do not see, so that runs may differ."""
+    """Return whether a configuration sets an attribute that full-batch gradients ignore, so that runs may differ."""
     # full-batch gradients are taken before on_client_start: docs/your_model.md
     return c.attribute in ("one", "distinct") and c.method in FULL_GRADIENTS

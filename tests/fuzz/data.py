@@ -17,7 +17,7 @@ TOKENS, VOCABULARY = 5, 10
 
 
 class Plain(Dataset[Any]):
-    """A map-style data set that is no ``TensorDataset``.
+    """A map-style data set other than ``TensorDataset``.
 
     Args:
         x: The inputs.
@@ -39,7 +39,7 @@ class Plain(Dataset[Any]):
 
 
 def make_data(c: Configuration) -> FederatedDataModule:
-    """Return the data of a configuration, always the same."""
+    """Return the data of a configuration. They are the same in every call."""
     x, y = _examples(c, sum(c.sizes), stream=1)
     val = _dataset(c, *_examples(c, 5, stream=2))
     options: dict[str, Any] = {"val": val if c.validate else None}
@@ -59,7 +59,7 @@ def make_data(c: Configuration) -> FederatedDataModule:
 
 
 def _noisy(batch: Any, generator: torch.Generator) -> Any:
-    """Return a batch whose inputs are moved: features by noise, tokens by one place."""
+    """Return a batch with noise added to its features, or its tokens shifted by one place."""
     x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
     if x.is_floating_point():
         x = x + 0.1 * torch.randn(x.shape, generator=generator)
@@ -77,7 +77,7 @@ def _examples(c: Configuration, n: int, stream: int) -> tuple[Tensor, Tensor]:
     if c.loss == "mse":
         return x, torch.randn(n, CLASSES, generator=source)
     y = torch.randint(CLASSES, (n,), generator=source)
-    y[: min(n, CLASSES)] = torch.arange(min(n, CLASSES))  # no class is missing
+    y[: min(n, CLASSES)] = torch.arange(min(n, CLASSES))  # every class occurs
     return x, y
 
 

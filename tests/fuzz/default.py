@@ -1,4 +1,4 @@
-"""The 25 configurations of the default run: those like which faults were found, and a cover of the axes."""
+"""The 25 configurations of the default run: some resemble past failures, the others cover the axes."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ __all__ = ["DEFAULT"]
 
 
 def _is_vectorized(c: Configuration) -> bool:
-    """Return whether the vectorized engine takes a configuration, for all that can be said before it runs."""
+    """Return whether the vectorized engine supports a configuration, as far as this is known before a run."""
     has_kept_buffers = c.buffers == "local" and (c.buffer != "none" or c.loss == "weighted")
     return (
         c.network in ("linear", "mlp", "conv", "attention", "wide")
@@ -27,7 +27,7 @@ def _is_alike(c: Configuration) -> bool:
 
 
 def _sets_one_client(c: Configuration, chunk: int | None) -> bool:
-    """Return whether one client alone has other settings, in a chunk of all or by itself."""
+    """Return whether only one client has other settings, with chunks of the given size (None: the default)."""
     is_one = "one" in (c.attribute, c.client_lr) and "distinct" not in (c.attribute, c.client_lr)
     return (
         is_one
@@ -40,7 +40,7 @@ def _sets_one_client(c: Configuration, chunk: int | None) -> bool:
 
 
 def _logs_sizes(c: Configuration, is_wide: bool) -> bool:
-    """Return whether batches of several sizes are logged with their sizes, of one client at a time."""
+    """Return whether batches of different sizes are logged with their sizes, one client at a time."""
     is_single = c.network == "wide" if is_wide else c.chunk == 1 and c.limit == 1.0 and c.heterogeneity != "deadline"
     sizes_differ = c.sizes in ((7, 5, 10, 4), (1, 8, 3, 5), (5, 2, 11)) and c.batch >= 4 and not c.drop_last
     with_sizes = c.log in ("batch_size", "several", "dict", "tokens") and c.buffer == "none"
@@ -49,7 +49,7 @@ def _logs_sizes(c: Configuration, is_wide: bool) -> bool:
 
 
 def _assigns_buffer(c: Configuration, kind: str) -> bool:
-    """Return whether a buffer is assigned that does not depend on the batch, and is seen."""
+    """Return whether the module assigns a buffer that does not depend on the batch, and the buffer affects the run."""
     is_seen = c.buffers == "average" or c.buffer_read
     return c.buffer == f"{kind} set" and is_seen and c.method != "ServerOnly" and _is_vectorized(c) and _is_alike(c)
 

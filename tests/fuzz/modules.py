@@ -1,4 +1,4 @@
-"""An ordinary LightningModule with whatever a configuration asks for in its parts and in its training_step."""
+"""An ordinary LightningModule whose parts and training_step depend on a configuration."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -23,7 +23,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Any]], torch.optim.Optimizer]] = {
     "decay": partial(torch.optim.SGD, lr=LR, weight_decay=0.1),
     "momentum": partial(torch.optim.SGD, lr=LR, momentum=0.8),
     "nesterov": partial(torch.optim.SGD, lr=LR, momentum=0.8, nesterov=True, weight_decay=0.01),
-    # A large eps: rounding errors of gradients that are zero must not be divided by their own size.
+    # A large eps keeps optimizers from dividing the rounding errors of zero gradients by their own size.
     "adam": partial(torch.optim.Adam, lr=LR, eps=0.1, weight_decay=0.01),
     "adamw": partial(torch.optim.AdamW, lr=LR, eps=0.1, weight_decay=0.1),
     "rmsprop": partial(torch.optim.RMSprop, lr=LR, eps=0.1),
@@ -32,8 +32,8 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Any]], torch.optim.Optimizer]] = {
 
 
 def factor(kind: str, index: int, round: int = 0) -> float:
-    """Return by what a setting of a client, or of a round, is multiplied."""
-    if kind == "one":  # what all others have is what the run began with
+    """Return the factor of a client's or round's setting."""
+    if kind == "one":  # the other clients keep the initial value
         return 0.5 if index == 0 else 1.0
     if kind == "distinct":
         return 1.0 / (1 + index)
@@ -46,7 +46,7 @@ def unpacked(batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def make_module(c: Configuration) -> "FuzzModule":
-    """Return the module of a configuration, always with the same initial parameters."""
+    """Return the module of a configuration, with the same initial parameters every time."""
     torch.manual_seed(c.number)
     kind = Indexed if c.attribute == "index" or c.output == "skip" else FuzzModule
     return kind(c) if c.steps == "trainer" else type("OwnSteps", (OwnSteps, kind), {})(c)
@@ -62,7 +62,7 @@ class _Recurrent(nn.Module):
 
 
 class _Bag(nn.Module):
-    """The mean of embeddings whose gradient is sparse."""
+    """The mean of embeddings with sparse gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class _Attention(nn.Module):
 
 
 class _Counting(nn.Module):
-    """A part with a buffer that its forward pass moves."""
+    """A layer with a buffer that its forward pass updates."""
 
     def __init__(self, in_place: bool) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class FuzzModule(pl.LightningModule):
             h = self.counting(h)
         return self.scale * self.head(h) if self.c.scalar else self.head(h)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:  # the index is not read, or no step would be traced
+    def training_step(self, batch: Any, batch_idx: int) -> Any:  # reading the index would prevent tracing
         c, (x, y) = self.c, unpacked(batch)
         out = self(x)
         loss = self._loss(out, y)
@@ -237,7 +237,7 @@ class FuzzModule(pl.LightningModule):
 
 
 class Indexed(FuzzModule):
-    """The same, whose training_step reads the index of the batch."""
+    """A FuzzModule whose training_step reads the index of the batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         out = super().training_step(batch, batch_idx)
@@ -250,7 +250,7 @@ class Indexed(FuzzModule):
 
 
 class OwnSteps(FuzzModule):
-    """The same, which steps its optimizer, or one for the head and one for the rest, itself."""
+    """A FuzzModule that steps its optimizer itself, or two: one for the head and one for the rest."""
 
     def __init__(self, c: Configuration) -> None:
         super().__init__(c)

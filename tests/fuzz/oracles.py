@@ -1,4 +1,4 @@
-"""What must hold of a configuration, whichever it is: five oracles, and what each finds."""
+"""Five oracles. Each one checks a property that every configuration must have."""
 
 import math
 from collections.abc import Mapping
@@ -25,11 +25,11 @@ METRICS = 1e-6
 
 @dataclass(frozen=True)
 class Finding:
-    """What an oracle has found wrong.
+    """A fault that an oracle found.
 
     Attributes:
         oracle: "refusal", "engine", "resume", "processes" or "plain".
-        text: What is wrong, and how it shows.
+        text: The fault and its symptom.
         trace: The trace of an exception, if there is one.
     """
 
@@ -42,11 +42,11 @@ class Finding:
 
 
 def examine(c: Configuration, oracle: str | None = None) -> tuple[list[Finding], Outcome]:
-    """Return what is wrong with a configuration, and the sequential run of it.
+    """Return the faults of a configuration, and its sequential run.
 
     Args:
         c: The configuration.
-        oracle: The only oracle to ask; all of them if None.
+        oracle: The only oracle to use; all of them if None.
     """
     with TemporaryDirectory() as name:
         folder = Path(name)
@@ -67,7 +67,7 @@ def examine(c: Configuration, oracle: str | None = None) -> tuple[list[Finding],
 
 
 def _refused(outcome: Outcome, where: str, oracle: str = "refusal") -> list[Finding]:
-    """Return what is wrong with a refusal: its class, its time, its words."""
+    """Return the faults of a refusal: in its class, time or message."""
     failure = outcome.failure
     assert failure is not None
     said = f"{where} raises {failure.kind}: {failure.text}"
@@ -82,7 +82,7 @@ def _refused(outcome: Outcome, where: str, oracle: str = "refusal") -> list[Find
 
 
 def _engine(c: Configuration, reference: Outcome, folder: Path) -> tuple[list[Finding], str, Outcome]:
-    """Compare the configuration's engine with the sequential one; return findings, an engine that runs, and its run."""
+    """Compare the configuration's engine with the sequential one; return findings, a working engine, and its run."""
     name, found = c.engine, run(c, c.engine, c.chunk, states_dir=folder / "engine")
     if found.failure is not None and name == "vectorized" and found.failure.is_refusal:
         name, found = "auto", run(c, "auto", c.chunk, states_dir=folder / "auto")
@@ -101,7 +101,7 @@ def _engine(c: Configuration, reference: Outcome, folder: Path) -> tuple[list[Fi
 
 
 def _resumed(c: Configuration, whole: Outcome, folder: Path) -> list[Finding]:
-    """Compare a run that is stopped and resumed with one that is not, bit for bit."""
+    """Compare a stopped and resumed run with an uninterrupted one, bit for bit."""
     r, states = c.resume_after, folder / "resumed"
     places: dict[str, Any] = {"engine": c.engine, "chunk": None if c.engine == "sequential" else c.chunk}
     first = run(c, rounds=r, save_to=folder / "saved.ckpt", states_dir=states, **places)
@@ -130,13 +130,13 @@ def _processes(c: Configuration, reference: Outcome, folder: Path) -> list[Findi
             continue
         one, other = _comparable(reference), _comparable(found)
         for outcome in (one, other):
-            outcome.pop("logged")  # by rank zero alone
+            outcome.pop("logged")  # only rank zero logs
         findings += _told("processes", f"rank {rank} of 2", differences(one, other, TOLERANCES[c.precision]))
     return findings
 
 
 def _plain(c: Configuration, reference: Outcome) -> list[Finding]:
-    """Compare with a loop that is written from the papers' formulas."""
+    """Compare with a loop written from the papers' formulas."""
     plain = plain_loop.plain_run(c, reference.rounds)
     lines = []
     for r in range(ROUNDS):
@@ -172,13 +172,13 @@ def _told(oracle: str, where: str, lines: list[str], failed: Outcome | None = No
 
 
 def differences(one: Any, other: Any, rtol: float, path: str = "") -> list[str]:
-    """Return in what two nested values differ, one line for each leaf; nothing if they agree.
+    """Return the differences between two nested values, one line for each leaf.
 
     Args:
-        one: What is expected.
-        other: What was found.
-        rtol: The relative tolerance of numbers; 0 asks for the same bits.
-        path: Where they are.
+        one: The expected value.
+        other: The actual value.
+        rtol: The relative tolerance of numbers; 0 requires the same bits.
+        path: Their place in the outer value.
     """
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         lines = []
@@ -215,7 +215,7 @@ def _numbers_agree(one: float, other: float, rtol: float, path: str) -> bool:
 
 
 def _without_values(value: Any) -> Any:
-    """Return a nested value whose numbers are gone, and whose counts and shapes remain."""
+    """Return a nested value without its numbers, but with its counts and shapes."""
     if isinstance(value, Mapping):
         return {k: _without_values(v) for k, v in value.items()}
     if isinstance(value, Tensor):

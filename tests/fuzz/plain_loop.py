@@ -1,7 +1,7 @@
 """FedAvg, FedProx, SCAFFOLD, FedCM, Mime and MimeLite as plain PyTorch loops, written from the papers' formulas.
 
-Nothing of the package is used but the order of the data: who takes part (from a run's reports), and the batches of a
-client in a round. Parameters are one vector of those that are trained; ``x`` is the server's, ``y`` a client's.
+The loops take only the order of the data from the package: the cohorts (from a run's reports), and a client's batches
+in a round. The trained parameters form one vector: ``x`` on the server, ``y`` on a client.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ _SERVERS: dict[str, Callable[[list[Tensor]], Optimizer]] = {
 
 
 def applies(c: Configuration) -> bool:
-    """Return whether this loop has what a configuration asks for."""
+    """Return whether this loop supports a configuration."""
     manual = c.optimizer in ("sgd", "decay")
     does = {
         "FedAvg": c.variant % 2 == 0,
@@ -47,7 +47,7 @@ def applies(c: Configuration) -> bool:
         and c.log not in ("step",)
         and c.server in _SERVERS
         and c.schedule not in ("plateau", "each step")
-        and (c.steps == "trainer" or c.schedule == "none")  # Lightning leaves schedules to the module, too
+        and (c.steps == "trainer" or c.schedule == "none")  # Lightning then leaves schedules to the module
         and c.clients != "weighted"
         and c.clip in ("none", "gradient")
         and c.accumulate == 1
@@ -64,13 +64,13 @@ def applies(c: Configuration) -> bool:
 
 @dataclass
 class PlainRun:
-    """What the loop came to, by round.
+    """Results of the loop by round.
 
     Attributes:
         models: The server's parameters, by name.
         buffers: Its buffers.
-        clients: Of each client: its number of steps, its mean loss, what it logged, the norm of its change.
-        logged: What the cohort logged in the mean.
+        clients: Each client's number of steps, mean loss, logged values, and norm of its change.
+        logged: The mean of the cohort's logged values.
     """
 
     models: list[dict[str, Tensor]] = field(default_factory=list)
@@ -80,7 +80,7 @@ class PlainRun:
 
 
 class _Means:
-    """Means of values by name, each value with its weight."""
+    """Weighted means of values by name."""
 
     def __init__(self) -> None:
         self.sums: dict[str, tuple[float, float]] = {}
@@ -94,7 +94,7 @@ class _Means:
 
 
 class _Model:
-    """The module, moved to any parameters, with what its training_step logs collected."""
+    """The module with any parameters loaded. It collects the values that training_step logs."""
 
     def __init__(self, c: Configuration) -> None:
         self.module = make_module(replace(c, steps="trainer")).double().train()
@@ -119,7 +119,7 @@ class _Model:
             p.data.copy_(part.view_as(p))
 
     def gradient(self, y: Tensor, batch: Any, batch_idx: int) -> tuple[float, list[Tensor | None]] | None:
-        """Return loss and gradient of a batch, None if training_step skips it."""
+        """Return the loss and gradient of a batch, or None if training_step skips it."""
         self.load(y)
         x, target = unpacked(batch)
         self.examples = len(target)
@@ -134,7 +134,7 @@ class _Model:
         return float(loss.detach()), list(grads)
 
     def silently(self, y: Tensor, batch: Any, batch_idx: int) -> Tensor:
-        """Return the gradient of a batch as a vector; neither buffers nor logs notice."""
+        """Return the gradient of a batch as a vector, without changing buffers or logs."""
         buffers = self.buffers()
         self.silent = True
         found = self.gradient(y, batch, batch_idx)
@@ -174,7 +174,7 @@ class _Base:
             return g
         if not self.kind.startswith("adam"):
             return self.new_m(g)
-        if self.kind == "adam old":  # divides by the stored v, which begins at the first gradient's square
+        if self.kind == "adam old":  # divides by the stored v: its initial value is the first gradient's square
             return self.new_m(g) / (0.1 + self.v.sqrt())
         t = self.t + 1
         return self.new_m(g) / (1 - 0.5**t) / (0.1 + (self.new_v(g) / (1 - 0.9**t)).sqrt())
@@ -188,7 +188,7 @@ def plain_run(c: Configuration, rounds: dict[int, Any]) -> PlainRun:
 
     Args:
         c: The configuration.
-        rounds: The reports of a run of the package, of which cohorts, sizes and (where clients do less) steps are read.
+        rounds: The reports of a run of the package: the source of cohorts, sizes and, for partial work, steps.
     """
     return _Loop(c).run(rounds)
 
@@ -205,7 +205,7 @@ class _Loop:
         self.c_server = torch.zeros_like(self.x)  # SCAFFOLD's c; FedCM's Delta
         self.c_clients = {i: torch.zeros_like(self.x) for i in self.ids}
         self.base = _Base(c, self.x) if c.method.startswith("Mime") else None
-        self.client: Any = None  # the one at work
+        self.client: Any = None  # the one that trains now
         self.server_x = torch.nn.Parameter(self.x.clone())
         self.server = _SERVERS[c.server]([self.server_x])
 
@@ -333,7 +333,7 @@ class _Loop:
     def _local(
         self, r: int, i: Any, asked: int | None, mean_gradient: Tensor | None
     ) -> tuple[Tensor, float, int, Tensor]:
-        """Return where a client ends, its mean loss, its steps, and its rates by coordinate."""
+        """Return a client's final parameters, mean loss, steps, and rates by coordinate."""
         c, model, lr = self.c, self.model, self._rates(r, i)
         self._set_attribute(i)
         self.client = i
@@ -341,7 +341,7 @@ class _Loop:
         model.load(y)
         own = None if c.optimizer in ("sgd", "decay") else self._own_optimizer(lr)
         for batch, batch_idx in self._batches(r, i, asked):
-            # before the gradient at y, whose pass may move buffers that both passes read
+            # before the gradient at y: its pass may update buffers that both passes read
             anchor = model.silently(self.x, batch, batch_idx) if c.method == "Mime" else None
             found = model.gradient(y, batch, batch_idx)
             if found is None:
@@ -356,7 +356,7 @@ class _Loop:
         return y, losses.values().get("loss", float("nan")), steps, lr
 
     def _batches(self, r: int, i: Any, asked: int | None) -> Iterator[tuple[Any, int]]:
-        """Yield a client's batches, each with its place in the local epoch."""
+        """Yield a client's batches, each with its index in the local epoch."""
         c, batches = self.c, self.data.client_batches(i)
         size = self.data.client_size(i)
         drops = c.drop_last and size >= c.batch
@@ -371,7 +371,7 @@ class _Loop:
                 yield batch, batch_idx
 
     def _own_optimizer(self, lr: Tensor) -> Optimizer:
-        """Return the configuration's torch optimizer with a group for each parameter, which has a rate of its own."""
+        """Return the configuration's torch optimizer, with one group and rate for each parameter."""
         sizes = [p.numel() for p in self.model.params]
         rates = [float(part[0]) for part in lr.split(sizes)]
         return OPTIMIZERS[self.c.optimizer](
@@ -389,7 +389,7 @@ class _Loop:
     ) -> Tensor:
         c, model = self.c, self.model
         g = model.joined(grads)
-        if own is not None:  # FedAvg and FedProx over any torch optimizer, which has the weight decay
+        if own is not None:  # FedAvg and FedProx: any torch optimizer, which applies the weight decay
             if c.method == "FedProx":
                 g = g + 0.5 * (y - self.x)
             for p, part, had in zip(model.params, g.split([p.numel() for p in model.params]), grads, strict=True):
@@ -397,7 +397,7 @@ class _Loop:
             own.step()
             return model.vector()
         decayed = torch.cat(
-            [  # FedAvg leaves parameters without a gradient to torch, which does not decay them
+            [  # FedAvg: torch does not decay parameters without a gradient
                 torch.full_like(p.detach().reshape(-1), 0.0 if had is None and c.method == "FedAvg" else self.decay)
                 for p, had in zip(model.params, grads, strict=True)
             ]

@@ -1,4 +1,4 @@
-"""A configuration as a run of the real trainer, and what came of it as plain values."""
+"""Runs of configurations with the real trainer, and their outcomes as plain values."""
 
 import logging
 import re
@@ -162,15 +162,15 @@ _REMEDY = re.compile(
 
 @dataclass(frozen=True)
 class Failure:
-    """How a run ended that raised.
+    """The exception that ended a run.
 
     Attributes:
         kind: The exception's class.
         text: Its message.
         trace: Its trace.
-        is_refusal: Whether it is an error by which a run may be refused.
-        has_remedy: Whether the message says what to change.
-        began: Whether a client had worked. Some checks come after the hooks that start the first round.
+        is_refusal: Whether it is an error that may refuse a run.
+        has_remedy: Whether the message suggests a change.
+        began: Whether a client had trained. Some checks follow the hooks that start the first round.
     """
 
     kind: str
@@ -182,7 +182,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, began: bool) -> "Failure":
-        """Return what there is to say of an exception."""
+        """Return the failure that describes an exception."""
         trace = "".join(traceback.format_exception(error))
         refuses = isinstance(error, FederatedError | MisconfigurationException)
         return cls(type(error).__name__, str(error), trace, refuses, bool(_REMEDY.search(str(error))), began)
@@ -190,16 +190,16 @@ class Failure:
 
 @dataclass
 class Outcome:
-    """What came of a run, as plain values that compare and can be sent between processes.
+    """The outcome of a run, as plain values that can be compared and sent between processes.
 
     Attributes:
-        failure: How it ended, if it raised.
+        failure: The exception that ended it, if any.
         engines: The engine of each round.
         rounds: The reports by round.
         models: The server's parameters after every round, by name.
         buffers: The server's buffers after every round, by name.
-        logged: What the loggers were given, by step.
-        state: The server's state, and what clients keep, at the end.
+        logged: The values given to the loggers, by step.
+        state: The server's state and the client states at the end.
     """
 
     failure: Failure | None = None
@@ -257,16 +257,16 @@ def run(
     states_dir: Path | None = None,
     **options: Any,
 ) -> Outcome:
-    """Run a configuration, and return what came of it.
+    """Run a configuration, and return its outcome.
 
     Args:
         c: The configuration.
         engine: The engine.
         chunk: Its ``chunk_size``.
-        rounds: After how many rounds it ends.
-        ckpt_path: A checkpoint to go on from.
-        save_to: Where a checkpoint is saved at the end.
-        states_dir: The folder of client states, if the configuration keeps them on disk; logs go beside it.
+        rounds: The number of rounds.
+        ckpt_path: A checkpoint to resume.
+        save_to: The path of a checkpoint to save at the end.
+        states_dir: The folder of client states, if the configuration keeps them on disk. Logs go next to it.
         options: Further arguments of the trainer.
     """
     outcome = Outcome()

@@ -1,4 +1,4 @@
-"""From a configuration that fails to one that fails with as few axes as possible off their defaults."""
+"""Reduce a failing configuration to one with as few axes as possible off their defaults."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,11 +9,11 @@ __all__ = ["shrink"]
 
 
 def shrink(c: Configuration, fails: Callable[[Configuration], bool]) -> Configuration:
-    """Set one axis after the other back to its default while the configuration still fails.
+    """Reset one axis after the other to its default, as long as the configuration still fails.
 
     Args:
         c: A configuration that fails.
-        fails: Whether a configuration fails, in the same way.
+        fails: Returns whether a configuration fails in the same way.
     """
     defaults = Configuration()
     is_smaller = True

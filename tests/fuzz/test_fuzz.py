@@ -1,6 +1,6 @@
-"""Random configurations, each under every oracle; and that the oracles find what is planted.
+"""Random configurations under every oracle, and tests that the oracles find planted faults.
 
-One that fails: ``python -m tests.fuzz --number N`` runs it alone and shrinks it.
+To run and shrink a single failing configuration: ``python -m tests.fuzz --number N``.
 """
 
 import inspect
@@ -32,7 +32,7 @@ def test_random_configuration_passes_every_oracle(number: int, pytestconfig: pyt
     assert not findings, "\n".join([str(c), *map(str, findings), *(f.trace for f in findings)])
 
 
-# ---------------------------------------------------------------------- what is drawn
+# ---------------------------------------------------------------------- draws
 
 
 def test_every_axis_includes_its_default_value() -> None:
@@ -71,7 +71,7 @@ def test_description_lists_only_non_default_values() -> None:
     assert str(c) == "[seed 0 number 4] network='conv' chunk=1"
 
 
-# ---------------------------------------------------------------------- what is found
+# ---------------------------------------------------------------------- findings
 
 PLAIN = Configuration(sizes=(5, 2, 11))
 

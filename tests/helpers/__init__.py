@@ -1,4 +1,4 @@
-"""What several tests share: the smallest engine that can run every hook, for tests of methods without a trainer."""
+"""The smallest engine that can run every hook, for tests of methods without a trainer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ Gradient = Callable[[Tensor, int, Any], Tensor]
 
 @dataclass
 class Round:
-    """One round: who trains on which batches (in any form that the gradient understands), who else gives gradients."""
+    """One round: each client's batches (in any form that the gradient accepts), and the clients that give gradients."""
 
     batches: Mapping[int, Sequence[Any]]
     grad_cohort: Sequence[int] | None = None
@@ -26,7 +26,7 @@ class Round:
 
 @dataclass
 class Played:
-    """What the server and the clients hold after every round."""
+    """The values on the server and the clients after every round."""
 
     x: list[Tensor] = field(default_factory=list)
     server: list[State] = field(default_factory=list)

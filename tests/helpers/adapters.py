@@ -1,4 +1,4 @@
-"""A small network with LoRA adapters of peft, and what plain torch makes of a federated run of it."""
+"""A small network with LoRA adapters of peft, and its federated run in plain torch."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fed import FederatedTrainer  # first, so that peft finds a torchvision that works
+from lightning_fed import FederatedTrainer  # imported first, so that peft finds a working torchvision
 from tests.helpers.training import CLASSES, FEATURES, QUIET
 
 __all__ = ["Adapted", "Reference", "StandIn", "adapted", "exact_trainer", "merged_weights", "stand_in"]
 
 
 class Network(nn.Module):
-    """Two linear layers, the second of which has its weight transposed, as GPT-2 has it, and a head."""
+    """Two linear layers and a head. The second layer's weight is transposed, as in GPT-2."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Network(nn.Module):
 
 
 class Adapted(pl.LightningModule):
-    """A frozen network with adapters in two layers, and a head that is trained."""
+    """A frozen network with adapters in two layers and a trained head."""
 
     def __init__(self, lr: float = 0.5, **options: Any) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Adapted(pl.LightningModule):
 
 
 def adapted(**options: Any) -> Adapted:
-    """Return a module with the same initial parameters every time; B starts away from zero."""
+    """Return a module with the same initial parameters every time. B does not start at zero."""
     torch.manual_seed(0)
     module = Adapted(**options)
     for name, p in module.named_parameters():
@@ -62,7 +62,7 @@ def adapted(**options: Any) -> Adapted:
 
 
 class Layer(nn.Module):
-    """A LoRA layer with the attributes of peft's that the package reads, which takes seconds to import."""
+    """A LoRA layer with the attributes of peft's layers that the package reads. Importing peft takes seconds."""
 
     def __init__(self, base: nn.Module, rows: int, columns: int, is_transposed: bool = False) -> None:
         super().__init__()
@@ -100,14 +100,14 @@ class StandIn(Adapted):
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    """Return the module without peft, always with the same parameters, and let the package find its layers."""
+    """Return the module without peft, with the same parameters every time, and let the package find its layers."""
     monkeypatch.setitem(sys.modules, "peft.tuners.lora", SimpleNamespace(LoraLayer=Layer, Linear=Layer))
     torch.manual_seed(0)
     return StandIn()
 
 
 def exact_trainer(**options: Any) -> FederatedTrainer:
-    """Return a quiet trainer of three rounds with ``lora="exact"`` in float64, unless told otherwise."""
+    """Return a quiet trainer, by default with three rounds and ``lora="exact"`` in float64."""
     local = {} if "local_steps" in options else {"local_epochs": 3}
     own = {**QUIET, "max_rounds": 3, "seed": 0, "lora": "exact", "precision": "64-true", **local, **options}
     return FederatedTrainer(**own)

@@ -1,4 +1,4 @@
-"""Messages of single clients, and what rules make of them."""
+"""Messages of single clients, and their combination by an aggregator."""
 
 from collections.abc import Sequence
 
@@ -34,7 +34,7 @@ def combined(
     weighting: str = "examples",
     order: Sequence[int] | None = None,
 ) -> Tensor:
-    """Return what a rule makes of messages [S, P] in a population of ten."""
+    """Return an aggregator's result for messages [S, P] in a population of ten."""
     members = cohort(sizes or [1] * len(messages), counts)
     aggregation = rule.of_round({"delta": reduces}, weighting, members, 10)
     for i in range(len(messages)) if order is None else order:

@@ -10,7 +10,7 @@ from tests.helpers.training import data, seeded, trainer
 
 
 def run_keeping(folder: Path, rounds: int, ckpt_path: Any = None, model: Any = None, **options: Any) -> Any:
-    """Run Scaffold with a checkpoint after each round, all of them kept."""
+    """Run Scaffold and keep a checkpoint after each round."""
     keep = options.pop("keep", None) or ModelCheckpoint(folder, filename="{step}", save_top_k=-1)
     callbacks = [keep, *options.pop("callbacks", [])]
     made = trainer(algorithm=Scaffold(), max_rounds=rounds, callbacks=callbacks, enable_checkpointing=True, **options)

@@ -1,4 +1,4 @@
-"""The command line with less to set up, since each of its commands takes 40 ms to describe itself."""
+"""The command line with fewer commands, since each takes 40 ms to add to the parser."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ __all__ = ["built", "one_stage"]
 
 @contextmanager
 def one_stage(name: str = "fit") -> Iterator[None]:
-    """Let the command line have this command of Lightning's and no other."""
+    """Restrict the command line to this one of Lightning's commands."""
     stage = {name: LightningCLI.subcommands()[name]}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FederatedCLI, "subcommands", staticmethod(lambda: stage))
@@ -23,7 +23,7 @@ def one_stage(name: str = "fit") -> Iterator[None]:
 
 
 class _WithoutCommand(FederatedCLI):
-    """Makes what a configuration names and runs nothing; all of these share a parser, which holds no arguments."""
+    """Instantiates a configuration's classes and runs nothing. All instances share a parser, which has no state."""
 
     _shared: Any = None
 
@@ -35,7 +35,7 @@ class _WithoutCommand(FederatedCLI):
 
 
 def built(*words: str) -> FederatedCLI:
-    """Return trainer, model and data as the command line makes them, without running anything."""
+    """Return trainer, model and data as the command line creates them, without running anything."""
     quiet = ["--trainer.accelerator", "cpu", "--trainer.logger", "false"]
     return _WithoutCommand(
         model_class=pl.LightningModule, datamodule_class=pl.LightningDataModule, run=False, args=[*words, *quiet]

@@ -1,4 +1,4 @@
-"""Numbers that count how often they are looked at."""
+"""Numbers that count their comparisons and hashes."""
 
 
 class Counted(int):

@@ -13,7 +13,7 @@ NEVER = -1
 
 
 def take_memory(x: Tensor) -> None:
-    """Raise an error if a step is taken for more clients at once than fit.
+    """Raise an error if more clients take a step at once than fit in memory.
 
     Args:
         x: A tensor of the batch.

@@ -1,4 +1,4 @@
-"""Examples that no tensor holds together, as in object detection, and batches of different sizes."""
+"""Examples that cannot be stacked into one tensor, as in object detection, and batches of different sizes."""
 
 import pytorch_lightning as pl
 import torch
@@ -6,7 +6,7 @@ from torch.utils.data import BatchSampler, Dataset
 
 
 class Detection(Dataset):
-    """Images of three channels, each with boxes of its own."""
+    """Images of three channels, each with its own number of boxes."""
 
     def __init__(self, n=10):
         self.n = n

@@ -60,7 +60,7 @@ class Untrained(MLPClassifier):
 
 
 class Rare(FederatedDataModule):
-    """Digits of which most are 0 and 1, alike for all clients."""
+    """Digits that are mostly 0 and 1, in the same shares for all clients."""
 
     def __init__(self, num_clients: int = 6) -> None:
         images, labels = load_digits()
@@ -81,12 +81,12 @@ def diagnose(*args: str, rounds: int = 2, **overrides: Any) -> dict[str, Any]:
 
 
 def causes(report: dict[str, Any]) -> dict[str, str]:
-    """Return the evidence of each cause, the best there is."""
+    """Return the strongest evidence of each cause."""
     return {verdict["cause"]: verdict["evidence"] for verdict in reversed(report["verdicts"])}
 
 
 def findings(algorithm: Algorithm | None = None, **changes: Any) -> Findings:
-    """Return findings of which nothing stands out, but for the changes of what was measured, derived or tried.
+    """Return findings where nothing stands out except the given changes.
 
     Args:
         algorithm: The method.

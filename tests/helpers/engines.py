@@ -1,4 +1,4 @@
-"""Runs of the same federation under two engines, and what they must share."""
+"""Runs of the same federation under two engines, and checks that they agree."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ def full_batches() -> FederatedDataModule:
 
 
 class Ordinary(Net):
-    """A network without random layers, whose optimizer is given."""
+    """A network without random layers, with a given optimizer."""
 
     def __init__(self, optimizer: Any = None, dropout: float = 0.0) -> None:
         super().__init__(dropout=dropout)
@@ -83,7 +83,7 @@ def run(
 def refused(
     make: Callable[[], pl.LightningModule], reason: str, datamodule: FederatedDataModule | None = None, **options: Any
 ) -> None:
-    """Check that engine="vectorized" refuses a run with a reason and a way out, and leaves the module as it was."""
+    """Check that engine="vectorized" refuses a run with a reason and a remedy, and does not change the module."""
     model, seen = make(), Record()
     before, random_state = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
     t = trainer(engine="vectorized", **{"callbacks": [], **options})
@@ -100,7 +100,7 @@ def refused(
 
 
 def state_of(t: FederatedTrainer) -> dict[str, Any]:
-    """Return the server parameters, buffers, server state and kept client states."""
+    """Return the server parameters, buffers, server state and client states."""
     state = t.fit_loop.state
     return {
         "x": state.x,
@@ -121,7 +121,7 @@ def assert_close(a: dict[str, Any], b: dict[str, Any], rtol: float = 1e-12) -> N
 
 
 def assert_agree(one: FederatedTrainer, other: FederatedTrainer, rtol: float = 1e-12, metrics: float = 1e-6) -> None:
-    """Compare everything that two runs came to."""
+    """Compare all results of two runs."""
     assert_close(state_of(one), state_of(other), rtol)
     assert one.callback_metrics.keys() == other.callback_metrics.keys()
     for name, value in one.callback_metrics.items():
@@ -130,7 +130,7 @@ def assert_agree(one: FederatedTrainer, other: FederatedTrainer, rtol: float = 1
 
 
 def results_of(t: FederatedTrainer, record: Record | None = None) -> dict[str, Any]:
-    """Return the whole state of a run of any number of processes, with metrics and reports, as plain values."""
+    """Return a run's whole state, metrics and reports as plain values, for any number of processes."""
     loop = t.fit_loop
     kept = {i: own for part in loop.gather(loop.state.clients.state_dict()) for i, own in part.items()}
     state = {k: v for k, v in state_of(t).items() if not k.startswith("client.")}

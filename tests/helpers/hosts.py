@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces that a cable joins, each with a host name of its own."""
+"""Two hosts on one machine: network namespaces joined by a virtual cable, each with its own host name."""
 
 import ctypes
 import os
@@ -17,12 +17,12 @@ _NEW_NET, _NEW_UTS = 0x40000000, 0x04000000  # CLONE_NEWNET and CLONE_NEWUTS of 
 
 @dataclass(frozen=True)
 class Host:
-    """One of them.
+    """One of the two hosts.
 
     Attributes:
-        name: Its host name, that of its namespace too.
+        name: The name of the host and of its namespace.
         address: Its address on the cable.
-        interface: The end of the cable.
+        interface: Its end of the cable.
     """
 
     name: str
@@ -30,22 +30,22 @@ class Host:
     interface: str
 
     def enter(self) -> None:
-        """Let this process run here from now on."""
+        """Move this process to the host."""
         libc = ctypes.CDLL(None, use_errno=True)
         with open(f"/var/run/netns/{self.name}") as namespace:
             if libc.setns(namespace.fileno(), _NEW_NET) or libc.unshare(_NEW_UTS):
                 raise OSError(ctypes.get_errno(), f"cannot enter {self.name}")
         socket.sethostname(self.name)
-        os.environ["GLOO_SOCKET_IFNAME"] = self.interface  # no name server knows the host name
+        os.environ["GLOO_SOCKET_IFNAME"] = self.interface  # the host name cannot be resolved
 
     def pull_the_plug(self) -> None:
-        """Cut this host off, without a word to the other."""
+        """Disconnect this host without notifying the other."""
         _ip("-n", self.name, "link", "set", self.interface, "down")
 
 
 @contextmanager
 def two_hosts() -> Iterator[list[Host]]:
-    """Make two hosts, and remove them afterwards; skip the test where that is not allowed."""
+    """Create two hosts, and remove them afterwards. Skip the test if that is not permitted."""
     hosts = [Host(f"host-{end}-{os.getpid()}", f"10.231.77.{k + 1}", f"end-{end}") for k, end in enumerate("ab")]
     try:
         for host in hosts:

@@ -1,4 +1,4 @@
-"""Names of tests that are the same in every process, as those that share the tests must agree on them."""
+"""Test names that are the same in every process: workers that share the tests must agree on them."""
 
 import re
 from typing import Any

@@ -21,7 +21,7 @@ def write_idx(path, values, packed):
 
 
 def write_part(folder, prefix, n, num_classes, packed=False, first_label=0, side=28):
-    """Write n images, all classes among their labels, and return both."""
+    """Write n images whose labels include all classes, and return both."""
     random = np.random.RandomState(n)
     images, labels = random.randint(256, size=(n, side, side)), np.arange(n) % num_classes
     write_idx(folder / f"{prefix}-images-idx3-ubyte", images, packed)

@@ -1,4 +1,4 @@
-"""Runs in processes of their own that are struck at a chosen moment: killed, told to stop, or failed by the disk."""
+"""Runs in separate processes that are struck at a chosen moment: by a signal, an exception, or a full disk."""
 
 import errno
 import io
@@ -33,18 +33,18 @@ EXITS = {"SIGKILL": -signal.SIGKILL, "SIGTERM": 0, "SIGINT": 1, "exception": 1, 
 
 
 class BlowError(Exception):
-    """An exception of the user's own code."""
+    """An exception of user code."""
 
 
 @dataclass(frozen=True)
 class Strike:
-    """What happens to a process, and when.
+    """A failure of a process and its time.
 
     Attributes:
         kind: One of :data:`KINDS`.
         where: One of :data:`WHERE`.
-        at: The number of the moment, from 0, of those of its sort.
-        share: The share of a write that is done before the blow.
+        at: The index of the moment among those at the same place, from 0.
+        share: The share of a write that is done before the strike.
     """
 
     kind: str
@@ -54,7 +54,7 @@ class Strike:
 
 
 class Places(FederatedCallback):
-    """Calls a function wherever callbacks are heard."""
+    """Calls a function in every hook of callbacks."""
 
     def __init__(self, moment: Callable[[str, str], Any]) -> None:
         self.moment = moment
@@ -82,15 +82,15 @@ class _Moments:
     """Counts the moments of a run: hooks, local steps, and every write, flush and rename of a checkpoint or store.
 
     Args:
-        strike: What happens at which of them; nothing if None.
-        seen: Where the names of moments are noted.
+        strike: The strike; None for none.
+        seen: The file that gets the name of the struck moment.
     """
 
     def __init__(self, strike: Strike | None, seen: Path) -> None:
         self.strike, self.seen, self.counts = strike, seen, dict.fromkeys(WHERE, 0)
 
     def __call__(self, where: str, name: str = "") -> bool:
-        """Count a moment; return whether the disk fails at it."""
+        """Count a moment, and return whether the disk fails at it."""
         falls = self.falls(where)
         self.counts[where] += 1
         if self.strike is None or not falls:
@@ -104,14 +104,14 @@ class _Moments:
         return False
 
     def falls(self, where: str) -> bool:
-        """Whether the strike falls at the next moment of a sort; a full disk stays full."""
+        """Return whether the strike falls at the next moment of this kind. A full disk stays full."""
         if self.strike is None or where != self.strike.where:
             return False
         late = self.counts[where] - self.strike.at
         return late >= 0 if self.strike.kind == "disk full" else late == 0
 
     def listen(self) -> None:
-        """Let everything that is a moment call this, in this process."""
+        """Patch this process so that every moment calls this object."""
         check, write = stopping.RoundSignalConnector.check, checkpoint_io._Stream.write
         fsync, replace = os.fsync, os.replace
 
@@ -131,7 +131,7 @@ class _Moments:
             return len(part) + write(stream, data) if len(data) else len(part)
 
         class CountedFile(io.FileIO):
-            """Every write to a file of states is a moment, and a strike falls in the middle of it."""
+            """Counts every write to a file of states as a moment. A strike falls in the middle of the write."""
 
             def write(self, data: Any) -> int:
                 part = 0
@@ -158,7 +158,7 @@ class _Moments:
         checkpoint_io._Stream.write = counted_write
 
         class CountedConnection(sqlite3.Connection):
-            """Every statement that changes an index is a moment, so a kill falls between any two of them."""
+            """Counts every statement that changes an index as a moment, so a kill can fall between any two."""
 
             def execute(self, statement: str, *args: Any) -> sqlite3.Cursor:
                 self._strike(statement)
@@ -187,7 +187,7 @@ class _Moments:
 
 
 class _Module:
-    """A module with some functions replaced."""
+    """A Python module with some functions replaced."""
 
     def __init__(self, module: Any, **functions: Callable[..., Any]) -> None:
         self.__dict__.update(functions, module=module)
@@ -197,16 +197,16 @@ class _Module:
 
 
 def struck(work: Callable[[Places], Any], strike: Strike | None, folder: Path) -> tuple[int, str]:
-    """Run a fit in a process of its own, and strike it.
+    """Run a fit in a separate process, and strike it.
 
     Args:
         work: Runs the fit, given a callback that the trainer must have.
-        strike: What happens and when; nothing if None.
-        folder: For what is noted of the run.
+        strike: The strike; None for none.
+        folder: The folder for notes on the run.
 
     Returns:
-        The exit code, and at what the strike fell; nothing if the run ended before. Without a strike, how many moments
-        of each sort there were, as JSON.
+        The exit code and the name of the struck moment, empty if the run ended before it. Without a strike, the
+        number of moments of each kind, as JSON.
     """
     ((code, seen),) = struck_together(work, [strike], folder)
     return code, seen
@@ -215,7 +215,7 @@ def struck(work: Callable[[Places], Any], strike: Strike | None, folder: Path) -
 def struck_together(
     work: Callable[[Places], Any], blows: Sequence[Strike | None], folder: Path, timeout: float = HANGS
 ) -> list[tuple[int, str]]:
-    """Run a fit in as many processes as there are strikes, which may be None; return the same as :func:`struck`."""
+    """Run a fit in one process per strike, which may be None; return :func:`struck`'s results for each."""
     context, port, count = multiprocessing.get_context("fork"), free_port(), len(blows)
     notes = [folder / f"seen-{rank}" for rank in range(count)]
     processes = []
@@ -235,12 +235,12 @@ def struck_together(
 
 
 def killed_when(work: Callable[[], Any], is_time: Callable[[], bool], delay: float = 0.0) -> int | None:
-    """Run something in a process of its own, and kill it from outside; return its exit code if it ended before.
+    """Run a function in a separate process, and kill it from outside; return its exit code if it ended before.
 
     Args:
-        work: What is run.
-        is_time: Whether what the process was waited for has come; it is asked again and again.
-        delay: How many seconds later it is killed.
+        work: The function.
+        is_time: Returns whether it is time to kill the process; polled.
+        delay: The seconds from then to the kill.
     """
     process = multiprocessing.get_context("fork").Process(target=_run_quietly, args=(work,), daemon=True)
     process.start()

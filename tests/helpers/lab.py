@@ -1,4 +1,4 @@
-"""Grids of the lab as its tests run them, and results with given curves."""
+"""Small grids of the lab, and results with given curves."""
 
 import math
 import os
@@ -29,12 +29,12 @@ Write = Callable[..., Path]
 
 @cache
 def of_paper(name: str) -> Experiment:
-    """Return an experiment that comes with the package; its file is read once."""
+    """Return an experiment of the package. Each file is read once."""
     return read_experiment(PAPERS / f"{name}.yaml")
 
 
 def check_mistakes(write: Write, mistakes: Iterable[tuple[dict[str, Any], str]]) -> None:
-    """Let each change of the tiny experiment be refused with its message."""
+    """Check that each change of the tiny experiment is refused with its message."""
     for changes, message in mistakes:
         try:
             read_experiment(write(**changes))
@@ -45,7 +45,7 @@ def check_mistakes(write: Write, mistakes: Iterable[tuple[dict[str, Any], str]])
 
 
 def run(path: Path, out: Path, scale: str = "full", jobs: int = 0) -> tuple[Results, list[str]]:
-    """Run a grid, and return its results with the names of the cells that were run for it."""
+    """Run a grid, and return its results and the names of the cells that were run."""
     ran: list[str] = []
     original = CellRunner.run
 
@@ -60,7 +60,7 @@ def run(path: Path, out: Path, scale: str = "full", jobs: int = 0) -> tuple[Resu
 
 
 def results_of(grid: Grid, out: Path, curve_of: Callable[[Cell], list[float] | str]) -> Results:
-    """Return results whose cells have these values of the metric, a value per round."""
+    """Return results whose cells have these values of the metric, one per round."""
     store = Store(out)
     jobs = {}
     for number, point in enumerate(grid.points):
@@ -82,7 +82,7 @@ def results_of(grid: Grid, out: Path, curve_of: Callable[[Cell], list[float] | s
 
 
 class Failing(FedAvg):
-    """A method that fails, once it is asked to."""
+    """A method that fails on request."""
 
     def __init__(self, file: str = "", hard: bool = False) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Linear least squares over dissimilar clients in float64: small, fast, and with optima that a linear solve gives."""
+"""Linear least squares over dissimilar clients in float64: small, fast, and with optima from a linear solve."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -20,8 +20,8 @@ class LeastSquares(pl.LightningModule):
     """Half the mean squared error of a linear map, from zero.
 
     Args:
-        optimizer: From parameters to the local optimizer; SGD at rate 0.2 if None.
-        lr_lambda: A factor of its rate by round, if the rate is to change.
+        optimizer: Returns the local optimizer of parameters; SGD at rate 0.2 if None.
+        lr_lambda: Returns the factor of its rate in a round; None for a constant rate.
     """
 
     def __init__(self, optimizer: Optimizer | None = None, lr_lambda: Callable[[int], float] | None = None) -> None:
@@ -41,7 +41,7 @@ class LeastSquares(pl.LightningModule):
 
 
 def clients(sizes: Sequence[int], seed: int = 0) -> list[TensorDataset]:
-    """Return clients of these sizes; each has an optimum of its own, and a well-conditioned Hessian of its own."""
+    """Return clients of these sizes, each with its own optimum and well-conditioned Hessian."""
     stream = torch.Generator().manual_seed(seed)
     draw = partial(torch.randn, generator=stream, dtype=torch.float64)
     data = []
@@ -55,7 +55,7 @@ def clients(sizes: Sequence[int], seed: int = 0) -> list[TensorDataset]:
 
 
 def data(sizes: Sequence[int], seed: int = 0, batch_size: int = 1000, **kwargs: Any) -> FederatedDataModule:
-    """Return a data module over :func:`clients`; a client is one batch unless told otherwise."""
+    """Return a data module over :func:`clients`. By default, a client is one batch."""
     return FederatedDataModule(clients=clients(sizes, seed), batch_size=batch_size, **kwargs)
 
 
@@ -69,7 +69,7 @@ def gradient(w: Tensor, data: Sequence[TensorDataset], weights: Sequence[float])
 
 
 def optimum(data: Sequence[TensorDataset], weights: Sequence[float]) -> Tensor:
-    """Return where the weighted mean of the clients' losses is least."""
+    """Return the minimizer of the weighted mean of the clients' losses."""
     zero = torch.zeros(WIDTH, dtype=torch.float64)
     g0 = gradient(zero, data, weights)
     hessian = torch.stack([gradient(e, data, weights) - g0 for e in torch.eye(WIDTH, dtype=torch.float64)], dim=1)

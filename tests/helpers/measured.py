@@ -1,4 +1,4 @@
-"""What diagnosis measures of the clients of a small run."""
+"""Diagnosis's measurement of the clients of a small run."""
 
 from typing import Any
 

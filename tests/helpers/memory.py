@@ -18,7 +18,7 @@ Work = Callable[[SharedMemory | None, int, int], Any]
 
 
 def shared(work: Work, folder: Path, count: int = 2, timeout: float = HANGS) -> list[Any]:
-    """Run a function in several processes that have memory in common."""
+    """Run a function in several processes that share memory."""
 
     def run() -> Any:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -1,4 +1,4 @@
-"""Marks for tests of what needs a package that users may not have: without it they are skipped."""
+"""Marks that skip tests if an optional package is not installed."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-"""What the tests of partitions share: draws of labels, and what every partition promises."""
+"""Random labels, and checks of the properties of every partition."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +20,7 @@ def assert_every_index_once(parts: Sequence[Tensor], n: int) -> None:
 
 
 def deal(partition: Any, labels: Any) -> Any:
-    """Return the parts, or None where the partition says by name that it cannot."""
+    """Return the parts, or None if the partition raises an error with its name."""
     try:
         return partition(torch.tensor(labels))
     except FederatedError as error:

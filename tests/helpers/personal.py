@@ -1,4 +1,4 @@
-"""Short runs of methods whose clients have models of their own."""
+"""Short runs of methods with personal models."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Several processes that know of each other, as torchrun starts them; forked, so that nothing is imported anew."""
+"""Several connected processes, as torchrun starts them. They are forked to save the imports."""
 
 import multiprocessing
 import os
@@ -23,12 +23,12 @@ HANGS = 240.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one process.
+    """The outcome of one process.
 
     Attributes:
-        value: What its work returned.
-        error: The exception that ended it, as text; empty if none did, and "killed" if it had no time for one.
-        trace: The same with its trace.
+        value: The value that its function returned.
+        error: The exception that ended it, as text; empty without one, and "killed" if the process was killed.
+        trace: The exception with its traceback.
     """
 
     value: Any = None
@@ -39,14 +39,14 @@ class Outcome:
 def in_processes(
     work: Callable[[], Any], folder: Path, count: int = 2, timeout: float = HANGS, hosts: Sequence[Host] = ()
 ) -> list[Outcome]:
-    """Run a function in several processes at once, in each of which a trainer of as many devices finds the others.
+    """Run a function in several processes at once. In each, a trainer with ``count`` devices finds the others.
 
     Args:
-        work: The function; what it returns is pickled.
-        folder: Where results are put.
+        work: The function. Its result is pickled.
+        folder: The folder for results.
         count: The number of processes.
-        timeout: After so many seconds they are ended, and the test fails.
-        hosts: On which they run, as many on each; none: on this one.
+        timeout: The seconds after which they are killed and the test fails.
+        hosts: The hosts to run on, with equally many processes on each; empty for this one.
     """
     port = free_port()
     context = multiprocessing.get_context("fork")
@@ -70,7 +70,7 @@ def in_processes(
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
-    """Ask again and again whether something has happened, until it has."""
+    """Poll a condition until it is true."""
     deadline = time.monotonic() + HANGS
     while not is_so():
         assert time.monotonic() < deadline, "what is waited for has not happened"
@@ -78,14 +78,14 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens at."""
+    """Return a free port of this machine."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
 
 
 def environment(rank: int, count: int, port: int, hosts: Sequence[Host] = ()) -> dict[str, str]:
-    """Return the environment in which a process finds the others."""
+    """Return the environment variables with which a process finds the others."""
     local = count // max(1, len(hosts))
     return {
         "TORCHELASTIC_RUN_ID": "tests",

@@ -1,4 +1,4 @@
-"""Clients whose gradients are not linear, and the check of a method on them against a loop in NumPy."""
+"""Clients with nonlinear gradients, and a check of a method against a NumPy loop on them."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ Array = NDArray[np.float64]
 
 
 def gradient(y: Array, i: int, batch: Any = None) -> Array:
-    """The gradient of half the mean squared error and a quartic term, so that it is not linear."""
+    """The gradient of half the mean squared error plus a quartic term, which makes it nonlinear."""
     rows, targets = ROWS[i] if batch is None else (part[batch] for part in ROWS[i])
     return rows.T @ (rows @ y - targets) / len(targets) + 0.3 * y**3
 
@@ -40,7 +40,7 @@ def path(algorithm: Any, rounds: list[Round] = ROUNDS, weighting: str | None = N
 
 
 def assert_follows(algorithm: Any, expected: list[Array], weighting: str | None = None) -> None:
-    """Check that a method takes a path."""
+    """Check that a method's server parameters follow a path."""
     for got, want in zip(path(algorithm, weighting=weighting), expected, strict=True):
         np.testing.assert_allclose(got.numpy(), want, rtol=1e-12, atol=1e-14)
 

@@ -1,7 +1,7 @@
-"""Every method as a plain NumPy loop, straight from its formulas: slow, and independent of the package.
+"""Every method as a plain NumPy loop, written from its formulas: slow, and independent of the package.
 
-A case has the fields and the arrays (format 1) of the stored oracle cases. :func:`make_case` draws one at random and
-fills in what :func:`run_reference` expects, so that options which no stored case has can be compared as well.
+A case has the fields and the arrays (format 1) of the stored oracle cases. :func:`make_case` draws a random case and
+fills in the expected values with :func:`run_reference`. So tests can cover options without a stored case.
 """
 
 import json
@@ -17,7 +17,7 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Case:
-    """Data, cohorts, minibatches and hyper-parameters of one run; nothing in it is random any more.
+    """Data, cohorts, minibatches and hyper-parameters of one run. Nothing in it is random.
 
     Attributes:
         id: A name.
@@ -44,7 +44,7 @@ class Case:
 
 
 class Problem:
-    """Losses and gradients by hand, and a case's schedule."""
+    """Losses and gradients by hand, and the schedule of a case."""
 
     def __init__(self, case: Any) -> None:
         self.hp, self.kind, self.l2, self.shape, self.arrays = case.hp, case.kind, case.l2, case.shape, case.arrays
@@ -102,7 +102,7 @@ class Problem:
         return self.avg(clients, [self.grad(x, i) for i in clients])
 
     def train(self, r: int, i: int, x: Array, direction: Callable[[Array, Array], Array]) -> Array:
-        """Run client i's local steps from x; ``direction`` takes y and the batch."""
+        """Run client i's local steps from x. ``direction`` takes y and the batch."""
         y = x
         for batch in self.batches(r, i):
             y = y - self.lr(r) * direction(y, batch)
@@ -110,7 +110,7 @@ class Problem:
 
 
 class Base:
-    """A base optimizer: direction U and statistics V as the table has them."""
+    """A base optimizer: direction U and statistics V as in the table."""
 
     def __init__(self, options: Mapping[str, Any], x: Array) -> None:
         self.o = {"v0": 0.0, "stats": "old", "bias_correction": False, **options}
@@ -307,7 +307,7 @@ def fednova(p: Problem) -> list[Array]:
 
 
 def fedbuff(p: Problem) -> list[Array]:
-    """FedBuff over FedAvg as the format has it, or over FedProx (with ``mu``) or FedCM (with ``alpha``)."""
+    """FedBuff over FedAvg as in the format, or over FedProx (with ``mu``) or FedCM (with ``alpha``)."""
     xs, deltas, lr = [p.x0], [np.zeros_like(p.x0)], p.hp["client_lr"]
     mu, alpha = p.hp.get("mu", 0.0), p.hp.get("alpha", 1.0)
     for r in p.rounds:
@@ -342,7 +342,7 @@ METHODS: dict[str, Callable[[Problem], list[Array]]] = {
 
 
 def write_case(folder: Path, case: Case) -> None:
-    """Write a folder of stored cases, in format 1, with this one."""
+    """Write a folder of stored cases, in format 1, with only this one."""
     problem = {"kind": case.kind, "l2": case.l2}
     if case.kind != "quadratic":
         problem |= {"n_out": case.shape[0], "n_in": case.shape[1]}
@@ -354,7 +354,7 @@ def write_case(folder: Path, case: Case) -> None:
 
 
 def run_reference(case: Any) -> Array:
-    """Return the server parameters [R, P] after every round of a case (this module's, or one read from a file)."""
+    """Return the server parameters [R, P] after every round of a case, from this module or from a file."""
     return np.stack(METHODS[case.algorithm](Problem(case)))
 
 

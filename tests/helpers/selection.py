@@ -1,4 +1,4 @@
-"""Which cases of a parametrized test are part of the default run; the others are behind the marker ``thorough``."""
+"""Selections of a parametrized test's cases for the default run. The other cases get the marker ``thorough``."""
 
 import itertools
 from collections.abc import Collection, Iterable, Sequence
@@ -10,7 +10,7 @@ __all__ = ["covering", "few"]
 
 
 def few(cases: Iterable[Any], default: Collection[Any]) -> list[Any]:
-    """Return the cases, of which the default run takes those named.
+    """Return all cases. Only the named ones are in the default run.
 
     Args:
         cases: Values, or ``pytest.param`` objects, whose first value or id may be named.
@@ -27,9 +27,9 @@ def few(cases: Iterable[Any], default: Collection[Any]) -> list[Any]:
 
 
 def covering(*axes: Sequence[Any]) -> list[Any]:
-    """Return the product of several axes, of which the default run takes so many that every value is in one.
+    """Return the product of several axes. The default run takes enough cases to cover every value.
 
-    The n-th of these cases has the n-th value of every axis, and shorter axes begin again.
+    The n-th of these cases has the n-th value of every axis. Shorter axes repeat.
     """
     longest = max(map(len, axes))
     chosen = {tuple(n % len(axis) for axis in axes) for n in range(longest)}

@@ -1,4 +1,4 @@
-"""What the tests rely on when they fork and kill processes."""
+"""Assumptions of tests that fork and kill processes."""
 
 import multiprocessing
 import time
@@ -14,7 +14,7 @@ from tests.helpers.processes import wait_until
 @pytest.mark.parametrize("bar", [tqdm, Tqdm])
 def test_killed_fork_releases_the_progress_bar_lock(bar: type[tqdm], tmp_path: Path) -> None:
     holds = tmp_path / "holds"
-    bar.get_lock()  # made before the fork, as by any test that has shown a bar
+    bar.get_lock()  # created before the fork, as by any earlier test that showed a bar
 
     def hold() -> None:
         with bar.get_lock():

@@ -77,14 +77,14 @@ QUIET: Mapping[str, Any] = {
 
 
 def trainer(**kwargs: Any) -> FederatedTrainer:
-    """Return a quiet trainer of three clients a round and one local epoch, unless told otherwise."""
+    """Return a quiet trainer, by default with three clients a round and one local epoch."""
     local = {} if "local_steps" in kwargs or "local_epochs" in kwargs else {"local_epochs": 1}
     drawn = {} if "sampler" in kwargs or "clients_per_round" in kwargs else {"clients_per_round": 3}
     return FederatedTrainer(**{**QUIET, "max_rounds": 3, "seed": 0, **local, **drawn, **kwargs})
 
 
 def seeded(module: type[pl.LightningModule] = Net, **kwargs: Any) -> Any:
-    """Return a module with the same initial parameters every time."""
+    """Return a module with the same initial parameters in every call."""
     torch.manual_seed(0)
     return module(**kwargs)
 
@@ -105,12 +105,12 @@ def fit(
 
 
 def rounds_in(path: str | Path) -> int:
-    """Return how many completed rounds a checkpoint holds."""
+    """Return a checkpoint's number of completed rounds."""
     return int(torch.load(path, weights_only=True)["loops"]["fit_loop"]["state_dict"]["round"])
 
 
 class Trajectory(FederatedCallback):
-    """Keeps what a run goes through: cohorts, server models and kept client states by round, clients' own models."""
+    """Records a run: cohorts, server models and client states by round, and clients' own models."""
 
     def __init__(self) -> None:
         self.cohorts: list[tuple[Any, ...]] = []
@@ -131,7 +131,7 @@ class Trajectory(FederatedCallback):
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two state dicts agree bit for bit."""
+    """Return whether two state dicts agree bit for bit."""
     if isinstance(a, Tensor):
         return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, Mapping):

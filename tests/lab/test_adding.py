@@ -1,4 +1,4 @@
-"""One's own method beside those of an experiment."""
+"""A user's method next to those of an experiment."""
 
 import csv
 from pathlib import Path

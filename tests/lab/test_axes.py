@@ -1,4 +1,4 @@
-"""The axes of a grid as a file states them."""
+"""The axes of a grid in an experiment's file."""
 
 from typing import Any
 

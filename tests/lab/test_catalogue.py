@@ -1,4 +1,4 @@
-"""The list of experiments, as a user asks for it."""
+"""The list of experiments on the command line."""
 
 import re
 import subprocess
@@ -31,7 +31,7 @@ def test_list_avoids_pytorch_and_run_prints_before_loading_it() -> None:
     assert listed.stderr.strip() == "[]"
     before = (
         "import sys; from lightning_fed.__main__ import main; sys.argv[1:] = ['reproduce', 'nothing'];"
-        "sys.modules['torch'] = None; main()"  # so that the import fails, after the line
+        "sys.modules['torch'] = None; main()"  # makes the import fail, after the line
     )
     stopped = subprocess.run([sys.executable, "-c", before], capture_output=True, text=True, timeout=100)
     assert stopped.stderr.startswith("lightning-fed reproduce: loading PyTorch")

@@ -1,4 +1,4 @@
-"""What is kept of one cell."""
+"""The records of one cell."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Claims are judged by their numbers, and what cannot be judged is not."""
+"""Claims are judged by their numbers, and left open if they cannot be judged."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +20,7 @@ Curves = dict[str, list[float] | str]
 
 @pytest.fixture
 def judged(write: Callable[..., Path], tmp_path: Path) -> Callable[..., tuple[str, str]]:
-    """Return what judges a claim on given curves by method; a text stands for a cell that diverged or failed."""
+    """Return a function that judges a claim on each method's curve, or on the status of a diverged or failed cell."""
 
     def of(claim: str, curves: Curves, quantity: str = "final", seeds: int = 1, **more: Any) -> tuple[str, str]:
         entry = {"says": "So it is.", "source": "Table 1", "claim": claim, "quantity": quantity, **more}
@@ -102,7 +102,7 @@ ON_AVERAGE = {"says": "x", "source": "Table 1", "claim": "FedAvg < SCAFFOLD", "q
 
 
 def means(write: Any, out: Path, entry: dict[str, Any], scale: str = "full", **changes: Any) -> tuple[Any, str]:
-    """Return the judgements of a claim on methods whose values differ from one G to the other, and the verdict."""
+    """Return the judgements of a claim on methods whose values depend on G, and the verdict."""
     experiment = read_experiment(write(**{"axes": {"G": G}, "claims": [entry], **changes}))
     results = results_of(
         Grid(experiment, scale), out, lambda cell: [MEANS[tuple(cell.point.by_axis.values())[-2:]]] * 3
@@ -177,8 +177,8 @@ SEEDS = {"random": True, "seeds": 3}
 @pytest.mark.parametrize(
     ("claim", "a", "b", "expected"),
     [
-        ("A < B", (1.0, 1.1, 0.9), (2.0, 2.1, 1.9), "holds"),  # by 1 under every seed
-        ("A < B", (1.0, 5.0, 9.0), (2.0, 6.0, 10.0), "holds"),  # whose spread is that of the seeds, not of the methods
+        ("A < B", (1.0, 1.1, 0.9), (2.0, 2.1, 1.9), "holds"),  # A is lower by 1 under every seed
+        ("A < B", (1.0, 5.0, 9.0), (2.0, 6.0, 10.0), "holds"),  # the spread is due to the seeds, not the methods
         ("A < B", (1.0, 1.0, 1.0), (0.9, 1.3, 1.2), "undecided"),
         ("B < A", (1.0, 1.0, 1.0), (2.0, 2.1, 1.9), "does not hold"),
         ("A > B", (1.0, 1.0, 1.0), (0.5, 0.6, 0.4), "holds"),
@@ -237,7 +237,7 @@ def test_differences_along_an_axis_are_compared(write: Any, tmp_path: Path) -> N
     rises = {"FedAvg": 1.0, "SCAFFOLD": 3.0}
 
     def curve(cell: Cell) -> list[float]:
-        start = 100.0 * cell.seed  # which differs much more from seed to seed than from G to G
+        start = 100.0 * cell.seed  # differs much more between seeds than between values of G
         return [start + (rises[cell.point.by_axis["method"]] if cell.point.by_axis["G"] == "10" else 0.0)]
 
     results = results_of(Grid(experiment), tmp_path, curve)

@@ -1,4 +1,4 @@
-"""Runs side by side, from the logs that any run writes."""
+"""Comparisons of runs, from the logs that any run writes."""
 
 import csv
 import sys
@@ -35,7 +35,7 @@ def test_runs_of_both_loggers_are_compared(capsys: pytest.CaptureFixture[str]) -
     series = read_log(Path("mime"))
     assert int(mime[5]) == series["round/gradients"][1]
     assert int(mime[6]) == series["comm/bytes_up"][1] + series["comm/bytes_down"][1]
-    assert int(mime[5]) > 2 * int(plain[5])  # two gradients a step, and those of all examples
+    assert int(mime[5]) > 2 * int(plain[5])  # two gradients a step, and the full-batch gradients
     assert Path("side/compare.png").stat().st_size > 5_000
     assert "| mime, Mime(base=SGDm(" in capsys.readouterr().out
 
@@ -43,7 +43,7 @@ def test_runs_of_both_loggers_are_compared(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.thorough
 def test_restarted_run_in_a_folder_replaces_the_previous_log() -> None:
     for rounds in (4, 2):
-        time.sleep(1 - time.time() % 1)  # TensorBoard reads its files of one second in the order of names: 10 before 9
+        time.sleep(1 - time.time() % 1)  # TensorBoard sorts files of the same second by name: 10 before 9
         fit(logger=TensorBoardLogger(".", name="again", version=""), max_rounds=rounds, algorithm=FedAvg())
     series = read_log(Path("again"))
     assert {tag: max(curve) for tag, curve in series.items()} == dict.fromkeys(series, 2)

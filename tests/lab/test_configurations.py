@@ -1,4 +1,4 @@
-"""Overrides say what a reader of the file expects, and change nothing else."""
+"""Overrides have the effect that a reader of the file expects, and change nothing else."""
 
 import re
 from copy import deepcopy

@@ -1,4 +1,4 @@
-"""An experiment as its file states it."""
+"""An experiment, read from its file."""
 
 from lightning_fed.lab.reading import read_experiment
 from tests.helpers.lab import Write

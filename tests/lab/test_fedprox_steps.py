@@ -1,4 +1,4 @@
-"""What FedProx's Figure 12 holds against each other: a round's local steps, weighed as the models are averaged."""
+"""The local steps of a round in FedProx's Figure 12, weighted like the mean of the models."""
 
 import math
 from statistics import fmean
@@ -19,7 +19,7 @@ def test_15_uniform_epochs_match_the_steps_of_20_drawn_by_size() -> None:
     sizes = {client: size_of(data.client_dataset(client)) for client in data.client_ids}
 
     def steps(sampler: UniformSampler | WeightedSampler, epochs: int, by_size: bool) -> float:
-        """Return the mean over rounds."""
+        """Return the mean of the weighted local steps over rounds."""
         means = []
         for n in range(ROUNDS):
             cohort = sampler(seed=1, round=n, population=list(sizes))

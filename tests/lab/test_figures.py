@@ -1,4 +1,4 @@
-"""Figures as they are written."""
+"""The figures' files."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The points of a grid, their cells, and what is tuned at each."""
+"""The points of a grid, their cells, and the tuned values at each."""
 
 from typing import Any
 
@@ -59,7 +59,7 @@ def test_labels_override_what_is_tuned(write: Write) -> None:
     axes = {"rate": {"fixed": {"tune": {"lr": [0.5]}}, "free": {}}}
     grid = Grid(read_experiment(write(methods=methods, axes=axes, tune=TUNE)))
     found = {str(p): [dict(t) for t in grid.tuned(p)] for p in grid.points}
-    assert found["rate fixed, method SGD"] == [{"lr": "0.5"}]  # of the key that SGD tunes
+    assert found["rate fixed, method SGD"] == [{"lr": "0.5"}]  # the key that SGD tunes
     assert len(found["rate free, method SGD"]) == 3
     assert found["rate free, method FedProx"] == [{"lr": "0.1", "mu": "5"}, {"lr": "0.2", "mu": "5"}]
     sgd = next(p for p in grid.points if str(p) == "rate fixed, method SGD")

@@ -1,4 +1,4 @@
-"""How a grid was run, as its page states it."""
+"""The description of a grid's run on its page."""
 
 import json
 from pathlib import Path

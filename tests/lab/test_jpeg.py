@@ -1,4 +1,4 @@
-"""CIFAR-10 from JPEG copies: on tiny archives, and on the whole one if it is there.
+"""CIFAR-10 from JPEG copies: on tiny archives, and on the whole one if available.
 
 Set ``LIGHTNING_FED_DATA`` to a folder with ``cifar10_jpeg/cifar10_jpeg.npz`` for the last part.
 """
@@ -20,7 +20,7 @@ from lightning_fed.lab.jpeg import JpegCIFAR10
 
 
 class Fires:
-    """Does something when it is unpickled."""
+    """Runs code when it is unpickled."""
 
     def __reduce__(self):
         return Path.touch, (Path("fired"),)
@@ -59,7 +59,7 @@ def test_jpeg_copy_is_read_when_requested(tmp_path, folder):
     assert data.train.tensors[1].tolist() == [i % 10 for i in range(30)]
     assert len(data.test) == 11
     with pytest.raises(FederatedError, match="there is no .*cifar-10-batches-py"):
-        CIFAR10(tmp_path).setup("fit")  # never in place of the originals
+        CIFAR10(tmp_path).setup("fit")  # it never replaces the originals
 
 
 def test_missing_jpeg_copy_raises(tmp_path):

@@ -1,4 +1,4 @@
-"""Options that the commands share, and the command line as a page quotes it."""
+"""Common options of the commands, and the command line quoted on a page."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Figures and tables as a file states them."""
+"""Figures and tables in an experiment's file."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Cells of edited methods and models are other cells."""
+"""Cells get new keys if a method or model is edited."""
 
 import importlib
 import sys

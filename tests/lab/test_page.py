@@ -1,4 +1,4 @@
-"""The pages of an experiment: the result first, and no more than 150 lines."""
+"""The pages of an experiment: the result first, and at most 150 lines."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The pages of the papers' results say what their published files give, and nothing else."""
+"""The pages of the papers' results match their published files exactly."""
 
 import json
 import re
@@ -56,7 +56,7 @@ def test_published_accuracies_are_multiples_of_one_test_case(path: Path) -> None
         cells = grid.cells(point, grid.tuned(point)[0], range(grid.seeds))
         records = [record for cell in cells if (record := published.record(cell)) is not None]
         right = [value * cases for record in records for value in record.series[name].values() if value == value]
-        assert all(abs(number - round(number)) < 4e-7 * cases for number in right), point  # of float32
+        assert all(abs(number - round(number)) < 4e-7 * cases for number in right), point  # the rounding of float32
 
 
 NUMBER = re.compile(r"\d(?:[\d,]*\d)?(?:\.\d+)?(?:e[+-]?\d+)?")

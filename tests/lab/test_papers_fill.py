@@ -1,4 +1,4 @@
-"""docs/papers_fill.py: only what is missing is run, in a useful order, and the next machine continues."""
+"""docs/papers_fill.py: it runs only missing cells, in a useful order, and the next machine continues."""
 
 import importlib.util
 from pathlib import Path
@@ -47,7 +47,7 @@ def test_only_missing_cells_are_run(write: Write, tmp_path: Path, monkeypatch: p
     for path in here.glob("tiny_*"):
         path.rename(path.with_name(path.name.replace("tiny", "two")))
     ran.clear()
-    results = filled(two, "b", here)  # another machine: nothing is in its store
+    results = filled(two, "b", here)  # another machine, with an empty store
     assert ran == [1, 1]
     assert all(results.record(cell) is not None for cell in results.asked())
     ran.clear()

@@ -1,4 +1,4 @@
-"""The paths of clients within rounds, as a figure shows them."""
+"""The paths of clients within rounds in a figure."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Where a cell comes from."""
+"""The provenance of a cell."""
 
 import gzip
 import hashlib

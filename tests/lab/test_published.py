@@ -1,4 +1,4 @@
-"""What is published of a run is small, and gives every quantity as the whole run does."""
+"""A run's published files are small, and give the same quantities as the whole run."""
 
 import math
 

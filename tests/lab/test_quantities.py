@@ -1,4 +1,4 @@
-"""Numbers made of curves, in exact values."""
+"""Numbers derived from curves, in exact values."""
 
 import math
 
@@ -45,7 +45,7 @@ LOSS = "population/train_loss"
         ("setbacks", 0.1),
         ("setbacks other", 2.5),
         ("setbacks val_loss", math.inf),
-        ("mean val_loss", math.inf),  # what is not a number is worse than anything
+        ("mean val_loss", math.inf),  # nan is the worst value
         ("rounds to 0.75", 4),
         ("rounds to .5 val_acc", 2),
         ("rounds to 0.9", math.inf),

@@ -1,4 +1,4 @@
-"""What is wrong with a file is named before anything runs."""
+"""Errors in a file are reported before anything runs."""
 
 import re
 from collections.abc import Iterator
@@ -99,7 +99,7 @@ NAMES = sorted(path.stem for path in PAPERS.glob("*.yaml"))
 
 
 def cells_of(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield a cell for every label of an experiment, at every scale, with its configuration."""
+    """Yield one cell for every label of an experiment at every scale, with its configuration."""
     experiment = of_paper(name)
     for scale in experiment.scales:
         grid = Grid(experiment, scale)
@@ -111,7 +111,7 @@ def cells_of(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def said_in(config: Any, path: tuple[Any, ...] = ()) -> set[tuple[Any, ...]]:
-    """Return every key that a configuration has, with its value unless that is a number."""
+    """Return every key of a configuration, with its value, or its type for numbers."""
     if not isinstance(config, dict | list):
         return {(path, type(config) if isinstance(config, int | float) else config)}
     parts = config.items() if isinstance(config, dict) else enumerate(config)
@@ -124,7 +124,7 @@ def test_every_setting_of_paper_experiments_is_valid_in_some_cell() -> None:
     left = [(said_in(config), name, config) for paper in NAMES for name, config in cells_of(paper)]
     assert left
     understood: set[tuple[Any, ...]] = set()
-    while left:  # the cell next that says most of what has not been said yet
+    while left:  # next, the cell with the most new settings
         said, name, config = max(left, key=lambda cell: len(cell[0] - understood))
         configurations.complete(name, config)
         understood |= said

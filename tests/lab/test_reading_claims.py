@@ -1,4 +1,4 @@
-"""Claims as a file states them."""
+"""Claims in an experiment's file."""
 
 from typing import Any
 

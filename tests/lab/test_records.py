@@ -1,4 +1,4 @@
-"""What is kept of a finished cell."""
+"""The record of a finished cell."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""``lightning-fed reproduce`` as a user types it."""
+"""``lightning-fed reproduce`` on the command line."""
 
 import gzip
 import json
@@ -103,7 +103,7 @@ def test_page_is_rebuilt_from_published_results_without_running(
     write(claims=[{**claim, "says": "It is otherwise."}], **settings)
     main(again)
     assert (tmp_path / "again" / "tiny.md").read_text() == text.replace("So it is.", "It is otherwise.")
-    write(claims=[claim], seeds=2, **settings)  # of which one was never run
+    write(claims=[claim], seeds=2, **settings)  # seed 1 was never run
     main(again)
     assert "- method FedAvg, seed 1: not run" in (tmp_path / "again" / "tiny_details.md").read_text()
     capsys.readouterr()
@@ -137,7 +137,7 @@ def test_inconsistent_or_unwritable_results_raise(write: Write, tmp_path: Path) 
     with pytest.raises(SystemExit, match=r"claims.csv is not a table of claims\. Move it away"):
         main(args)
     (out / "claims.csv").unlink()
-    main(args)  # with other settings than the published ones
+    main(args)  # the settings differ from the published ones
     grid = Grid(read_experiment(path))
     results = Results(grid, PublishedCells(grid, published))
     assert results.by is not None

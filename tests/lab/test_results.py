@@ -1,4 +1,4 @@
-"""What a grid came to."""
+"""The results of a grid."""
 
 import math
 from collections.abc import Callable
@@ -23,7 +23,7 @@ Curves = dict[str, list[float] | str]
 
 @pytest.fixture
 def judged(write: Callable[..., Path], tmp_path: Path) -> Callable[..., tuple[str, str]]:
-    """Return what judges a claim on given curves by method; a text stands for a cell that diverged or failed."""
+    """Return a function that judges a claim on each method's curve, or on the status of a diverged or failed cell."""
 
     def of(claim: str, curves: Curves, quantity: str = "final", seeds: int = 1, **more: Any) -> tuple[str, str]:
         entry = {"says": "So it is.", "source": "Table 1", "claim": claim, "quantity": quantity, **more}
@@ -82,7 +82,7 @@ def test_best_candidate_is_chosen_and_ties_go_to_the_first() -> None:
     assert choose([a, candidate("d", 0.9, is_diverged=True), candidate("e", missing="failed")]) is a
     assert choose([candidate("d", 0.9, is_diverged=True), candidate("e", missing="failed")]) is None
     costs = [candidate("a", 7.0, by="rounds to 0.5", tie=-0.7), candidate("b", 7.0, by="rounds to 0.5", tie=-0.9)]
-    assert choose(costs) is costs[1]  # equal costs are decided by the final value
+    assert choose(costs) is costs[1]  # for equal costs, the final value decides
 
 
 def test_estimate_shows_its_mean_or_why_it_is_missing() -> None:

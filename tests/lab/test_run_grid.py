@@ -1,4 +1,4 @@
-"""Cells are run once, whatever happens in between; what diverges or fails leaves the others alone."""
+"""Cells run once, despite interruptions. A cell that diverges or fails does not affect the others."""
 
 import multiprocessing
 import os
@@ -25,7 +25,7 @@ TUNE = {"by": "final", "grid": {"lr": LR}}
 
 
 class Stuck(FederatedCallback):
-    """Ends no round once a cell has ended, if it is asked to."""
+    """If STUCK is set, blocks at the end of a round once a cell has ended."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
@@ -43,7 +43,7 @@ def test_finished_cell_is_never_rerun(write: Write, tmp_path: Path) -> None:
     )
     assert run(write(title="Another title", claims=[]), tmp_path / "out")[1] == []
     axes = {"G": {"key": "data.init_args.G", "values": [1.0, 2.0]}}
-    assert len(run(write(axes=axes), tmp_path / "out")[1]) == 2  # those with G = 2 alone
+    assert len(run(write(axes=axes), tmp_path / "out")[1]) == 2  # only those with G = 2
 
 
 def test_cell_key_covers_the_configuration_except_the_data_location(write: Write) -> None:
@@ -53,7 +53,7 @@ def test_cell_key_covers_the_configuration_except_the_data_location(write: Write
     config = grid.config(cell)
     key = key_of(configurations.complete("x", config))
     explicit = {**config, "trainer": {**config["trainer"], "local_optimizer_state": "reset"}}
-    assert key_of(configurations.complete("x", explicit)) == key  # said or not
+    assert key_of(configurations.complete("x", explicit)) == key  # explicit or by default
     changed = {**config, "trainer": {**config["trainer"], "local_optimizer_state": "keep"}}
     assert key_of(configurations.complete("x", changed)) != key
     assert config == grid.config(cell)  # completing changes nothing
@@ -125,12 +125,12 @@ def quantity(results: Results) -> Any:
 
 
 def fork(patch: pytest.MonkeyPatch) -> None:
-    """Let workers be forked, which imports nothing anew."""
+    """Fork the workers to save the imports."""
     patch.setattr(workers, "get_context", lambda _: multiprocessing.get_context("fork"))
 
 
 def reproduce(args: list[str], messages: Path) -> None:
-    """Run the command as a process of its own does, with cells that get stuck."""
+    """Run the command with cells that get stuck, as the target of a separate process."""
     os.environ["STUCK"] = "1"
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stderr = messages.open("w")

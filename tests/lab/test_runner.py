@@ -81,7 +81,7 @@ def test_cells_that_differ_only_in_numbers_are_probed_once(write: Write, tmp_pat
             pass
 
     probe_jobs(list(jobs.values()), grid.experiment.metrics, (), Probing(), None)
-    # a kind whose first cell diverges is tried with the next one
+    # if the first cell of a kind diverges, the next one is tried
     assert probed == [
         f"lr {lr}, method {m}, seed {s}" for lr, s in ((0.1, 0), (0.1, 1), (0.2, 0)) for m in ("FedAvg", "SCAFFOLD")
     ]

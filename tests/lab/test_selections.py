@@ -32,7 +32,7 @@ def test_selection_takes_one_or_several_labels_per_axis() -> None:
 def test_point_is_within_a_selection_that_lists_its_labels() -> None:
     point = {"method": "FedAvg", "K": "10"}
     assert is_within(point, {})
-    assert is_within(point, {"K": ("1", "10"), "G": ("5",)})  # an axis that the point does not have does not matter
+    assert is_within(point, {"K": ("1", "10"), "G": ("5",)})  # axes that the point lacks are ignored
     assert not is_within(point, {"K": ("1",)})
 
 

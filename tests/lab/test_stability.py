@@ -1,4 +1,4 @@
-"""When a run has settled, and how far a curve climbs the wrong way."""
+"""The rounds when runs settle, and the largest worsening of a curve."""
 
 import math
 
@@ -22,9 +22,9 @@ LOSS = "population/train_loss"
     [
         ({1: 3.0, 2: 2.0, 3: 2.00009, 4: 1.0}, 3),  # it has converged
         ({1: 3.0, 2: 2.0, 3: 2.00011, 4: 1.0}, 4),  # it has not
-        ({1: 3.0, 3: 3.0, 4: 1.0}, 4),  # it is not known what it was in between
-        ({n: 0.2 * n for n in range(1, 15)}, 11),  # it has grown by 2 in ten rounds
-        ({n: 0.09 * n for n in range(1, 15)}, 14),  # and by 0.9
+        ({1: 3.0, 3: 3.0, 4: 1.0}, 4),  # the value between is unknown
+        ({n: 0.2 * n for n in range(1, 15)}, 11),  # growth by 2 in ten rounds
+        ({n: 0.09 * n for n in range(1, 15)}, 14),  # growth by 0.9 only
         ({1: math.nan, 2: 2.0}, 2),
     ],
 )
@@ -39,7 +39,7 @@ def test_climb_is_the_worsening_over_a_number_of_rounds() -> None:
     curve = {1: 3.0, 2: 2.0, 3: 2.5, 4: 2.25}
     assert climb(curve, 1, "min") == (0.5, {2, 3})
     assert climb(curve, 1, "max") == (1.0, {1, 2})
-    assert climb(curve, 3, "min") == (-0.75, {1, 4})  # it only gets better
+    assert climb(curve, 3, "min") == (-0.75, {1, 4})  # it only improves
     assert climb({1: 3.0, 5: 4.0}, 2, "min") == (0.0, set())
     assert climb({1: math.inf, 2: math.inf}, 1, "min") == (0.0, {1, 2})
 

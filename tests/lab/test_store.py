@@ -1,4 +1,4 @@
-"""One command works in a grid's folder, and half of a cell is never found there."""
+"""Only one command works in a grid's folder, and the folder never contains a partial cell."""
 
 from pathlib import Path
 

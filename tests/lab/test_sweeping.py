@@ -77,7 +77,7 @@ def test_sweep_runs_a_grid_and_writes_table_figure_and_tensorboard(capsys: pytes
         ({"metrics": METRICS, "axes": AXES, "search": {"trials": 2}}, "no key 'search'"),
         ({"metrics": METRICS, "axes": {"lr": {"key": "model.init_args.lr", "low": 1, "high": 2}}}, "no key 'low'"),
         ({"metrics": METRICS, "axes": {"lr": {"key": "model.init_args.rate", "values": [1]}}}, "rate"),
-        pytest.param(  # which test_runner.py tests, too
+        pytest.param(  # test_runner.py tests this, too
             {"metrics": {"val_acc": {"mode": "max"}}, "axes": AXES},
             "no metric 'val_acc'",
             marks=pytest.mark.thorough,

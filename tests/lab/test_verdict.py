@@ -1,4 +1,4 @@
-"""The verdict on an experiment's claims, as its pages and the table of claims state it."""
+"""The verdict on an experiment's claims, on its pages and in the table of claims."""
 
 import csv
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Worker processes come to the numbers of a single process, and one that dies takes no other with it."""
+"""Worker processes get the same numbers as a single process, and survive the death of another worker."""
 
 import multiprocessing
 from pathlib import Path
@@ -23,7 +23,7 @@ def quantity(results: Results) -> Any:
 
 
 def fork(patch: pytest.MonkeyPatch) -> None:
-    """Let workers be forked, which imports nothing anew."""
+    """Fork the workers to save the imports."""
     patch.setattr(workers, "get_context", lambda _: multiprocessing.get_context("fork"))
 
 

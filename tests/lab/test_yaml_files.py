@@ -1,4 +1,4 @@
-"""YAML files are read strictly: no key twice, no unknown key, and 1e-3 is a number."""
+"""Strict reading of YAML files: no key twice, no unknown key, and 1e-3 is a number."""
 
 from pathlib import Path
 

@@ -36,7 +36,7 @@ def test_scale_of_the_weights_is_ignored() -> None:
 
 
 def test_nearly_equal_gradients_do_not_cancel() -> None:
-    # mean_square - norm^2, the textbook's way, would leave not one digit
+    # the textbook's mean_square - norm^2 would lose all digits
     small = torch.tensor([3.0, -3.0], dtype=torch.float64)
     found = gradient_dissimilarity((torch.full((2,), 1e9, dtype=torch.float64) + s, 1.0) for s in small)
     assert pytest.approx(18.0, rel=1e-9) == found.G2

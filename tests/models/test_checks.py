@@ -1,4 +1,4 @@
-"""What models refuse by name, whichever model it is."""
+"""Common checks of models, with errors that name the model."""
 
 import pytest
 import torch

@@ -19,7 +19,7 @@ def test_evaluation_counts_every_example_once_for_any_batches():
     model, run = Classifier(nn.Identity(), num_classes=3), pl.Trainer(**QUIET)
     loader = DataLoader(TensorDataset(LOGITS, LABELS), batch_size=2)
     loss = pytest.approx(F.cross_entropy(LOGITS, LABELS).item())
-    for _ in range(2):  # nothing is left from the first time
+    for _ in range(2):  # the second pass starts from zero
         assert run.validate(model, loader, verbose=False) == [{"val_loss": loss, "val_acc": pytest.approx(0.6)}]
         assert run.test(model, loader, verbose=False) == [{"test_loss": loss, "test_acc": pytest.approx(0.6)}]
 
@@ -59,7 +59,7 @@ def test_hyper_parameters_equal_the_arguments():
 
 
 class Own(Classifier):
-    """A user's subclass, with a fixed learning rate and an argument of its own."""
+    """A user's subclass, with a fixed learning rate and its own argument."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__(nn.Sequential(nn.Linear(3, width), nn.ReLU(), nn.Linear(width, 3)), num_classes=3, lr=0.5)

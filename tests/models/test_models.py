@@ -1,4 +1,4 @@
-"""What holds for every classifier: rounds, precisions, gradients of several clients at once, checkpoints."""
+"""Properties of every classifier: rounds, precisions, gradients of several clients at once, checkpoints."""
 
 import re
 from collections.abc import Callable
@@ -39,7 +39,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 
 @dataclass
 class Case:
-    """A model without dropout, and how to draw its inputs and labels."""
+    """A model without dropout, and functions that draw its inputs and labels."""
 
     make: Callable[[], Classifier]
     inputs: tuple[int, ...]
@@ -71,7 +71,7 @@ CASES = {
 }
 BATCH_NORM = Case(lambda: ResNet(20, num_classes=4, in_channels=1, norm="batch"), (8, 8), 4)
 SMALL = {name: case for name, case in CASES.items() if name != "resnet18"}
-PAPERS = ("emnist", "mnist", "cifar")  # the case "convnet" with other sizes, which take their time
+PAPERS = ("emnist", "mnist", "cifar")  # the case "convnet" with other sizes, which are slow
 SOME = [name for name in SMALL if name not in PAPERS]
 
 
@@ -92,7 +92,7 @@ def fit(case: Case, **kwargs: Any) -> tuple[Classifier, Any]:
 
 
 class Step(nn.Module):
-    """``training_step`` as ``forward``, which ``functional_call`` runs."""
+    """``training_step`` as ``forward``, for ``functional_call``."""
 
     def __init__(self, model: Classifier) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def test_round_trains_and_logs(name: str, algorithm: type) -> None:
 
 
 def has_lstm(dtype: torch.dtype) -> bool:
-    """Whether PyTorch runs an LSTM under autocast here, which depends on the processor's instructions."""
+    """Return whether PyTorch can run an LSTM under autocast here. This depends on the processor's instructions."""
     try:
         with torch.autocast("cpu", dtype):
             nn.LSTM(2, 2)(torch.zeros(1, 1, 2))
@@ -151,7 +151,7 @@ def test_training_works_in_every_precision(precision: Any, name: str) -> None:
 
 
 class Float16(MixedPrecision):
-    """Autocast to float16, for which hardly any processor has an LSTM."""
+    """Autocast to float16. Few processors support an LSTM in it."""
 
     def __init__(self) -> None:
         super().__init__("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0))
@@ -195,7 +195,7 @@ def test_lstm_outside_autocast_runs_on_every_processor() -> None:
     assert parameters(model).isfinite().all()
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # LSTMs in float32 go client by client on the CPU
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # the CPU runs float32 LSTMs client by client
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -279,7 +279,7 @@ def test_inputs_of_invalid_shape_or_type_are_rejected(case: Case) -> None:
 
 
 def rows() -> list[tuple[str, str]]:
-    """Return the models and the parameter counts that the documentation names."""
+    """Return the models and parameter counts in the documentation."""
     return re.findall(r"^\| `([A-Z].*?)` \| [^|]*\| ([\d,]+) \|", DOCS.read_text(), flags=re.M)
 
 

@@ -1,4 +1,4 @@
-"""The recurrent networks: sizes, integer codes, which positions count, word vectors."""
+"""The recurrent networks: sizes, integer codes, counted positions, word vectors."""
 
 import numpy as np
 import pytest

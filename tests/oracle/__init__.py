@@ -1,1 +1,1 @@
-"""Runs folders of oracle cases through the real trainer; see :mod:`test_oracle`."""
+"""Runs of oracle cases with the real trainer; see :mod:`test_oracle`."""

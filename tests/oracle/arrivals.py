@@ -1,4 +1,4 @@
-"""FedBuff whose events are those of a case, where the package would draw them from a clock."""
+"""FedBuff with the events of a case, instead of events drawn from a clock."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ STALENESS_EXPONENT = 0.5
 
 
 class ReplayedFedBuff(FedBuff):
-    """FedBuff that replays a case's arrivals, each of which is a client to the trainer.
+    """FedBuff that replays a case's arrivals. For the trainer, each arrival is a client.
 
     A client may occur twice among the arrivals, from one server model or from several. So the trainer gets one client
     for every arrival: :class:`tests.oracle.problem.ArrivalData`.

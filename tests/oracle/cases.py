@@ -1,8 +1,8 @@
-"""Oracle cases as they are stored: an index ``cases.json`` and one ``.npz`` a case (format 1).
+"""Stored oracle cases: an index ``cases.json`` and one ``.npz`` a case (format 1).
 
 A case names every client's rows, the initial parameters, the cohorts, every minibatch, the hyper-parameters and the
-server parameters after every round. Nothing in it is random. Whatever a case says that this reader does not know is
-an error that names it: a key that is passed over would make a wrong number look right.
+server parameters after every round. Nothing in it is random. The reader raises an error that names any unknown key or
+value: an ignored key could make a wrong number look right.
 """
 
 import json
@@ -47,11 +47,11 @@ WEIGHTINGS = ("uniform", "examples")
 
 
 class CaseError(ValueError):
-    """A case says something that this reader does not know, or leaves out what it must say."""
+    """A case has an unknown entry, or lacks a required one."""
 
 
 def check_keys(where: str, given: Mapping[str, Any], required: Collection[str], optional: Collection[str] = ()) -> None:
-    """Raise unless ``given`` has every required key and none beyond the optional ones."""
+    """Raise unless ``given`` has every required key, and otherwise only optional ones."""
     if unknown := sorted(set(given) - set(required) - set(optional)):
         raise CaseError(f"{where}: unknown {unknown}; known are {sorted({*required, *optional})}.")
     if missing := sorted(set(required) - set(given)):
@@ -105,15 +105,15 @@ class Case:
         return _batches(self.arrays["batch_idx"][round, client])
 
     def arrivals(self, round: int) -> list[tuple[int, int]]:
-        """Return the updates that make a server step, in order: the client, and the server's steps when it began."""
+        """Return the updates of a server step, in order: the client, and the number of server steps when it began."""
         return [(int(client), int(began)) for client, began in self.arrays["arrivals"][round]]
 
     def arrival_batches(self, round: int, place: int) -> list[list[int]]:
-        """Return the row numbers of each minibatch of an arrival, which is the one at this place in its round."""
+        """Return the row numbers of each minibatch of the arrival at this place in its round."""
         return _batches(self.arrays["arrival_batch_idx"][round, place])
 
     def own_batches(self, round: int, client: int) -> list[list[int]] | None:
-        """Return those of the client's own solve before its work, where the case has one."""
+        """Return the row numbers of the client's personal solve before its local steps, None if the case has none."""
         if "personal_batch_idx" in self.arrays:
             return _batches(self.arrays["personal_batch_idx"][round, client])
         return self._all_batches(round, client)[: self._head_steps(round, client)] if self._has_head_steps else None
@@ -159,14 +159,14 @@ def load_index(folder: Path) -> list[dict[str, Any]]:
 
 
 def load_case(folder: Path, entry: Mapping[str, Any]) -> Case:
-    """Load one case and check that all it says is known.
+    """Load one case, and check that all its entries are known.
 
     Args:
         folder: The folder of the index.
         entry: The case's object in ``cases.json``.
 
     Raises:
-        CaseError: If it names a key, a problem or an array that the format does not, or contradicts itself.
+        CaseError: If it has a key, problem or array that is not in the format, or contradicts itself.
     """
     check_keys(f"cases.json, {entry.get('id', entry)}", entry, (*_ENTRY_KEYS, "file"), (*_ENTRY_NOTES, "fp32_dev"))
     with np.load(folder / entry["file"], allow_pickle=False) as stored:

@@ -1,4 +1,4 @@
-"""A case's method and hyper-parameters in the format's names, as arguments of the trainer."""
+"""Translation of a case's method and hyper-parameters to arguments of the trainer."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -54,21 +54,21 @@ _WITHOUT_EFFECT = {"rmsprop": ("bias_correction",), "adagrad": ("beta2", "bias_c
 
 @dataclass(frozen=True)
 class Method:
-    """How one of the format's methods is written here.
+    """The package's name and options of one of the format's methods.
 
     Attributes:
         name: Its class in :mod:`lightning_fed.algorithms`.
         required: The hyper-parameters without a default in the format.
-        optional: Those with one.
-        options: Those of them that the class itself takes.
-        base: Who takes the base optimizer: "server" (it is the server optimizer), "method" or nobody.
+        optional: The hyper-parameters with a default.
+        options: The hyper-parameters that are arguments of the class.
+        base: The use of the base optimizer: "server" (as the server optimizer), "method" (as an argument) or None.
         local_work: Whether clients take local steps.
         decays: Whether their rate may decay from round to round.
-        states: Where the states that a case may store are found here: "server", "clients", "optimizer" (the
-            server's) or "shown" (the parameters that are validated), and under which name; or "computed" from these.
-        renamed: The class's names of options that have others in the format.
-        is_shown: Whether a case expects the parameters that are shown, which are not the run's x.
-        own: What of a client's state a case expects as its own model; by default the model itself.
+        states: The place and name of each state that a case may store. Places are "server", "clients", "own" (personal
+            models), "optimizer" (the server's), "shown" (validated parameters), and "computed" (from the others).
+        renamed: The class's names of options with other names in the format.
+        is_shown: Whether a case expects the validated parameters instead of the run's x.
+        own: The client state that a case expects as the personal model; by default, the personal model itself.
     """
 
     name: str
@@ -131,7 +131,7 @@ METHODS = {
         ("eps", "eps_scaling", "eps_decay"),
         states={"eval": ("shown", ""), "eta_g": ("server", "eta_g")},
     ),
-    "fedavg_m": Method(  # which is FedCM
+    "fedavg_m": Method(  # the same as FedCM
         "FedCM",
         ("beta", "gamma", "gamma_mode"),
         options=("beta", "gamma", "gamma_mode"),
@@ -199,14 +199,14 @@ where a case does not say."""
 
 @dataclass(frozen=True)
 class Setup:
-    """What a case asks of the trainer.
+    """A case's requirements for the trainer.
 
     Attributes:
-        algorithm: Makes the method, anew for every trainer.
+        algorithm: Creates the method, for each trainer again.
         arguments: The other arguments of the trainer that depend on the method.
-        states: Where the states that the case stores are found; see :class:`Method`.
-        is_shown: Whether the case expects the parameters that are shown.
-        own: What of a client's state it expects as its own model; see :class:`Method`.
+        states: The places of the stored states; see :class:`Method`.
+        is_shown: Whether the case expects the validated parameters.
+        own: The client state that it expects as the personal model; see :class:`Method`.
     """
 
     algorithm: Callable[[], Any]
@@ -223,7 +223,7 @@ def takes_full_batches(algorithm: str, hp: Mapping[str, Any]) -> bool:
 
 
 def takes_population_loss(hp: Mapping[str, Any]) -> bool:
-    """Return whether a method watches the loss itself, which then must contain the l2 term."""
+    """Return whether a method uses the loss itself. The loss must then contain the l2 term."""
     return hp.get("adaptive") is not None
 
 
@@ -231,7 +231,7 @@ def translate(case: Case) -> Setup:
     """Return a case's method and trainer arguments.
 
     Raises:
-        CaseError: If the case names a method, hyper-parameter or option that the format does not.
+        CaseError: If the case has a method, hyper-parameter or option that is not in the format.
         pytest.skip.Exception: If the package does not have the method yet.
     """
     if case.algorithm not in METHODS:
@@ -239,16 +239,16 @@ def translate(case: Case) -> Setup:
     method = METHODS[case.algorithm]
     local_required, local_optional = _LOCAL if method.local_work else ((), ())
     local_optional = local_optional if method.decays else ()
-    optional = {*method.optional, *local_optional, "server_lr"}  # the server's rate is a rule common to all
+    optional = {*method.optional, *local_optional, "server_lr"}  # all methods have the server's rate
     check_keys(f"{case.id}, hp", case.hp, method.required + local_required, tuple(sorted(optional)))
     if case.hp.get("server_lr", 1.0) != 1.0 and "server_lr" not in method.optional:
         raise CaseError(f"{case.id}: {case.algorithm} has no server_lr in the format, found {case.hp['server_lr']!r}.")
     options = {name: case.hp[name] for name in method.options if name in case.hp}
-    if "shared" in options:  # the package asks for the others
+    if "shared" in options:  # the package takes the personal ones
         options["shared"] = [f"*{name}" for name in case.initial() if name not in options["shared"]]
     if case.algorithm == "fedrep":
         options["head_epochs"] = 1  # all minibatches are one epoch here
-    if case.algorithm in ("ditto", "pfedme"):  # which take it as a multiple of the local rate
+    if case.algorithm in ("ditto", "pfedme"):  # their rate is a multiple of the local one
         options["personal_lr"] /= case.hp["client_lr"]
     if options.get("pseudo_grad", "raw") not in ("raw", "normalized"):
         raise CaseError(f"{case.id}: unknown pseudo_grad {options['pseudo_grad']!r}; known are 'raw', 'normalized'.")
@@ -285,7 +285,7 @@ def built(module: Any, name: str) -> Any:
 
 
 def check_base(case_id: str, base: Mapping[str, Any]) -> None:
-    """Raise unless the format knows a base optimizer and all its options."""
+    """Raise unless a base optimizer and all its options are in the format."""
     if base.get("name") not in _BASES:
         raise CaseError(f"{case_id}: unknown base {base.get('name')!r}; known are {sorted(_BASES)}.")
     required, optional = _BASES[base["name"]]
@@ -293,14 +293,14 @@ def check_base(case_id: str, base: Mapping[str, Any]) -> None:
 
 
 def base_optimizer(base: Mapping[str, Any]) -> Any:
-    """Return a base optimizer of Mime, whose arguments have the format's names."""
+    """Return a base optimizer of Mime. Its arguments have the format's names."""
     options = {**_DEFAULTS.get(base["name"], {}), **base}
     cls = built(lightning_fed.algorithms, _BASE_CLASSES[options.pop("name")])
     return cls(**options)
 
 
 def server_optimizer(base: Mapping[str, Any], lr: float) -> partial[torch.optim.Optimizer]:
-    """Return the server optimizer that a base optimizer is, waiting for its parameters.
+    """Return a function from parameters to the server optimizer that equals a base optimizer.
 
     Raises:
         CaseError: If Adagrad is asked for a bias correction: its v is a sum.

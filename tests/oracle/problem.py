@@ -1,4 +1,4 @@
-"""A case's losses as LightningModules, and its clients as a data module that hands out the stored minibatches."""
+"""A case's losses as LightningModules, and its clients as a data module that returns the stored minibatches."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +18,7 @@ UNUSED_LR = 1.0
 
 
 class OracleModule(pl.LightningModule):
-    """A case's model and loss, written as any user would: automatic optimization, one SGD, one scheduler a round.
+    """A case's model and loss, in a user's style: automatic optimization, one SGD, one scheduler a round.
 
     Args:
         case: The case.
@@ -29,7 +29,7 @@ class OracleModule(pl.LightningModule):
         super().__init__()
         self.hp = case.hp
         self.loss_l2, self.weight_decay = (0.0, case.l2) if decay_in_optimizer else (case.l2, 0.0)
-        self.weight_decay += case.hp.get("weight_decay", 0.0)  # of pFedMe's inner steps
+        self.weight_decay += case.hp.get("weight_decay", 0.0)  # for pFedMe's inner steps
 
     def loss(self, batch: Any) -> Tensor:
         """Return the mean loss of a batch without the l2 term."""
@@ -49,7 +49,7 @@ class OracleModule(pl.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda r: decay**r)]
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return the parameters, those that stay with the client with the rate that the case has for them."""
+        """Return the parameter groups. Personal parameters have their own rate from the case."""
         if "shared" not in self.hp:
             return [{"params": list(self.parameters())}]
         named = {name.rpartition(".")[2]: parameter for name, parameter in self.named_parameters()}
@@ -89,7 +89,7 @@ class QuadraticModule(OracleModule):
 
 
 def build_module(case: Case, decay_in_optimizer: bool = False, at_start: bool = True) -> OracleModule:
-    """Return a case's module, at its initial parameters or (for a resume) at values that occur nowhere in it."""
+    """Return a case's module, at its initial parameters or (for a resume) at values that do not occur in it."""
     kind = QuadraticModule if case.kind == "quadratic" else LinearModule
     module = kind(case, decay_in_optimizer)
     initial = case.initial()
@@ -106,7 +106,7 @@ class OracleBatches(ClientBatches):
         rows: All rows of the client, as the tensors of one batch.
         batches: The row numbers of every local minibatch.
         uneven_chunks: Whether full passes come in batches of 1, 2, 3, ... rows instead of in one piece.
-        own: The row numbers of every minibatch of the own solve, if there is one.
+        own: The row numbers of every minibatch of the personal solve, if any.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class OracleBatches(ClientBatches):
             start, length = start + length, length + 1
 
     def for_own_solve(self) -> "OracleBatches":
-        """Return the minibatches of the own solve."""
+        """Return the minibatches of the personal solve."""
         assert self._own is not None
         return OracleBatches(self._rows, self._own, self._uneven_chunks)
 
@@ -146,7 +146,7 @@ class OracleBatches(ClientBatches):
 
 
 class OracleData(FederatedDataModule):
-    """The clients of a case; which minibatches they hand out depends on the trainer's round."""
+    """The clients of a case. Their minibatches depend on the trainer's round."""
 
     def __init__(self, case: Case, uneven_chunks: bool = False) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class OracleData(FederatedDataModule):
         return len(self.case.sizes)
 
     def client_size(self, client_id: int) -> int:
-        """Return the rows of a client."""
+        """Return the number of rows of a client."""
         return self.case.sizes[client_id]
 
     def client_batches(self, client_id: int) -> OracleBatches:
@@ -174,12 +174,12 @@ class OracleData(FederatedDataModule):
 
     def _round(self) -> int:
         assert self.trainer is not None
-        # The population loss may be taken once more when the last round is over; it needs rows, not minibatches.
+        # The population loss may be computed again after the last round. It needs rows, not minibatches.
         return min(self.trainer.current_epoch, self.case.n_rounds - 1)
 
 
 class ArrivalData(FederatedDataModule):
-    """A client for every arrival of an asynchronous case, with the rows of the client whose update it is."""
+    """A client for every arrival of an asynchronous case, with the rows of the arriving client."""
 
     def __init__(self, case: Case, uneven_chunks: bool = False) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class ArrivalData(FederatedDataModule):
         return len(self.places)
 
     def client_size(self, client_id: int) -> int:
-        """Return the rows of the client whose update arrives."""
+        """Return the number of rows of the client whose update arrives."""
         return self.case.sizes[self.places[client_id][-1]]
 
     def client_batches(self, client_id: int) -> OracleBatches:

@@ -1,4 +1,4 @@
-"""Runs a case through the real trainer and collects what the server holds after every round."""
+"""Runs cases with the real trainer, and collects the server's state after every round."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ from .problem import build_module, data_of
 
 
 class Recorder(FederatedCallback):
-    """Keeps the server parameters and the wanted states after every round.
+    """Records the server parameters and the case's states after every round.
 
     Args:
-        setup: What the case asks for.
+        setup: The case's requirements.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -30,11 +30,11 @@ class Recorder(FederatedCallback):
         self.states: dict[int, dict[str, Tensor]] = {}
 
     def on_round_end(self, trainer: Any, pl_module: pl.LightningModule, round_report: Any) -> None:
-        """Copy what the module and the server hold."""
+        """Copy the parameters and states of the module and the server."""
         shown = torch.nn.utils.parameters_to_vector(pl_module.parameters())
         flat = shown if self.is_shown else trainer.fit_loop.state.x
         if trainer.fit_loop.settings.has_own_models:
-            flat = torch.nn.utils.parameters_to_vector(pl_module.parameters())  # x^0's where there is no shared part
+            flat = torch.nn.utils.parameters_to_vector(pl_module.parameters())  # personal parts are those of x^0
             models = own_models(trainer, pl_module)
             self.personal[round_report.round] = read_state(trainer, "clients", self.own) if self.own else models
         self.parameters[round_report.round] = flat.detach().clone()
@@ -46,7 +46,7 @@ class Recorder(FederatedCallback):
 
 
 def own_models(trainer: Any, module: pl.LightningModule) -> Tensor:
-    """Return the own model of every client [N, P], in the order of the module's parameters."""
+    """Return the personal model of every client [N, P], in the order of the module's parameters."""
     loop, models, count = trainer.fit_loop, {}, trainer.datamodule.num_clients
     for client_id in range(trainer.global_rank, count, trainer.world_size):
         with loop.showing_client_model(client_id):
@@ -56,11 +56,11 @@ def own_models(trainer: Any, module: pl.LightningModule) -> Tensor:
 
 
 def read_state(trainer: Any, where: str, name: str) -> Tensor:
-    """Return a state after the last completed round: of the server, of all clients [N, P], or of its optimizer."""
+    """Return a state after the last completed round: the server's, its optimizer's, or all clients' [N, P]."""
     state = trainer.fit_loop.state
     if where == "computed" and name == "avg":  # FedDyn's x is the cohort's mean model plus the mean d_i
         return state.x - trainer.fit_loop.server["d"]
-    if where == "computed" and name == "h_clients":  # a client of Scaffnew renews its h_i when it gets the new x
+    if where == "computed" and name == "h_clients":  # a client of Scaffnew updates h_i when it gets the new x
         h_i, scale, y_i = (read_state(trainer, "clients", part) for part in ("h_i", "scale", "y_i"))
         return h_i + scale * (state.x - y_i)
     if where == "shown":
@@ -79,12 +79,12 @@ def read_state(trainer: Any, where: str, name: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Result:
-    """What the server held after every round.
+    """The server's parameters and states after every round.
 
     Attributes:
         parameters: [R, P].
         states: The states that the case stores, by its names, and the whole server state as "server <name>".
-        personal: Clients' own models [R, N, P], if they have any.
+        personal: The clients' personal models [R, N, P], if any.
     """
 
     parameters: Tensor
@@ -94,13 +94,13 @@ class Result:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run a case; the numbers must be the same.
+    """One way to run a case. All must give the same numbers.
 
     Attributes:
         uneven_chunks: Full passes come in unequal batches.
         decay_in_optimizer: The l2 term is the optimizer's ``weight_decay`` instead of a part of the loss.
-        engine: How the cohort is run.
-        processes: How many share the clients.
+        engine: The engine.
+        processes: The number of processes.
     """
 
     uneven_chunks: bool = False
@@ -116,7 +116,7 @@ def run(case: Case, setup: Setup, variant: Variant = Variant()) -> Result:
 
 
 def run_resumed(case: Case, setup: Setup, checkpoint: Path) -> Result:
-    """Run half of a case's rounds, then the rest with a new trainer, module and data from a checkpoint."""
+    """Run half of a case's rounds, then resume with a new trainer, module and data from a checkpoint."""
     half = case.n_rounds // 2
     recorder, trainer = _fit(case, setup, Variant(), half)
     trainer.save_checkpoint(checkpoint)

@@ -1,8 +1,8 @@
-"""Every oracle case of a folder through the real trainer: ``pytest tests/oracle --oracle-cases DIR``.
+"""Runs of every oracle case of a folder with the real trainer: ``pytest tests/oracle --oracle-cases DIR``.
 
 The server parameters after every round must satisfy ``|got - expected| <= 1e-9 (1 + |expected|)`` elementwise, in
-float64. So must the states that a case stores and the run holds after a round. The table of deviations names
-those that it does not hold.
+float64. The same is required of stored states that the run has after a round. The table of deviations names the
+states that it lacks.
 """
 
 from collections.abc import Callable
@@ -29,14 +29,14 @@ APPLIES: dict[str, Callable[[dict[str, Any]], bool]] = {
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make one test of every case in the folder."""
+    """Create one test for every case in the folder."""
     folder = metafunc.config.getoption("--oracle-cases")
     if folder is None:
         pytest.skip("no oracle cases: run `pytest tests/oracle --oracle-cases DIR`, DIR with a cases.json")
     applies = APPLIES.get(metafunc.function.__name__, lambda entry: True)
     entries = [entry for entry in entries_of(Path(folder)) if applies(entry)]
     cases, met = [], set()
-    # the cases of one method take the same path in every test but test_sequential_engine_matches_case
+    # cases of one method follow the same code path, except in test_sequential_engine_matches_case
     for entry in entries:
         kind = entry["algorithm"], entry["hp"].get("option"), "adaptive" in entry["hp"]
         known = kind in met and metafunc.function.__name__ != "test_sequential_engine_matches_case"
@@ -46,7 +46,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def entries_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the entries of a folder, and of ``next`` in it."""
+    """Return the entries of a folder and its subfolder ``next``."""
     later = load_index(folder / "next") if (folder / "next").is_dir() else []
     return [*load_index(folder), *({**entry, "file": f"next/{entry['file']}"} for entry in later)]
 
@@ -119,7 +119,7 @@ def compare(
     unseen = [f"({name} is not compared)" for name in stored if name not in setup.states]
     record_property("states", " ".join([*setup.states, *unseen]))
     for name, by_round in deviations.items():
-        if not bool((by_round <= TOLERANCE).all()):  # a nan is no agreement
+        if not bool((by_round <= TOLERANCE).all()):  # nan counts as a deviation
             pytest.fail(
                 f"{case.id} ({case.algorithm}): {name} off by {float(by_round.max()):.2e} (allowed {TOLERANCE:.0e});"
                 f" by round {', '.join(f'{d:.1e}' for d in by_round.tolist())}",
@@ -128,7 +128,7 @@ def compare(
 
 
 def deviation(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Return ``max |got - expected| / (1 + |expected|)`` of every round [R]; nan where a number is."""
+    """Return ``max |got - expected| / (1 + |expected|)`` of every round [R]; nan for rounds with a nan."""
     assert got.dtype == expected.dtype == torch.float64
     got, expected = got.reshape(len(got), -1), expected.flatten(1)
     assert got.shape == expected.shape

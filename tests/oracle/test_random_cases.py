@@ -1,7 +1,7 @@
-"""Random cases through the real trainer, for options that no stored case needs to have.
+"""Random cases with the real trainer, for options without stored cases.
 
-Cases are drawn, and their expected parameters computed, by the plain NumPy loops of :mod:`tests.helpers.reference`. The
-server parameters after every round must agree as those of the stored cases do.
+:mod:`tests.helpers.reference` draws the cases, and computes their expected parameters with plain NumPy loops. The
+server parameters after every round must agree as for stored cases.
 """
 
 import subprocess
@@ -44,7 +44,7 @@ KINDS = ("softmax", "least_squares", "quadratic")
 
 
 def label(value: Any) -> str:
-    """Return hyper-parameters in short."""
+    """Return a short text of hyper-parameters."""
     return "-".join(str(v) for v in value.values()) if isinstance(value, dict) else str(value)
 
 
@@ -88,7 +88,7 @@ WEIGHTED: list[tuple[str, dict[str, Any]]] = [
 
 
 def weighted() -> list[Any]:
-    """Return the weighted methods with both weightings; the default run takes every other one with one of them."""
+    """Return the weighted methods with both weightings. The default run takes every second method with one of them."""
     found = []
     for n, (algorithm, hp) in enumerate(WEIGHTED):
         for weighting in (EXAMPLES, UNIFORM):
@@ -126,7 +126,7 @@ def test_methods_with_client_states(method: tuple[str, dict[str, Any]], kind: st
 
 @pytest.mark.parametrize(("option", "engine"), covering(["i", "ii"], ["sequential", "vectorized"]))
 def test_first_gradients_are_kept_in_a_checkpoint(option: str, engine: str, tmp_path: Path) -> None:
-    """They are taken in the first round alone; a resumed run has the parameters of one that was not stopped."""
+    """Only the first round computes them. A resumed run has the parameters of an uninterrupted one."""
     hp = {**DECAYED, "option": option, "initial": "gradient"}
     case = Case(**vars(reference.make_case("scaffold", hp, seed=2, n_clients=6, n_rounds=6)))
     compare(case, translate(case), Variant(engine=engine))
@@ -136,7 +136,7 @@ def test_first_gradients_are_kept_in_a_checkpoint(option: str, engine: str, tmp_
 
 @pytest.mark.parametrize(("patience", "client_lr"), covering([1, 2], [0.1, 1.5]))
 def test_adaptive_mu(patience: int, client_lr: float) -> None:
-    # at the large rate the loss rises as well as falls
+    # at the large rate, the loss both rises and falls
     adaptive = {"step": 0.2, "patience": patience}
     hp = {"client_lr": client_lr, "weighting": "examples", "mu": 0.3, "adaptive": adaptive}
     agree("fedprox", hp, n_rounds=12, l2=0.05)
@@ -144,7 +144,7 @@ def test_adaptive_mu(patience: int, client_lr: float) -> None:
 
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
 def test_fednova(weighting: str) -> None:
-    """FedNova, which the format of stored cases does not have."""
+    """The format of stored cases lacks FedNova."""
     hp = {**DECAYED, "weighting": weighting}
     case = Case(**vars(reference.make_case("fednova", hp, l2=0.2)))
     for variant in (PLAIN, Variant(decay_in_optimizer=True)):
@@ -163,7 +163,7 @@ AT_ONCE = Variant(engine="vectorized", decay_in_optimizer=True)
 
 @pytest.mark.parametrize(("hp", "kind", "variant"), covering(FEDBUFF, KINDS, [PLAIN, AT_ONCE]), ids=label)
 def test_fedbuff(hp: dict[str, Any], kind: str, variant: Variant, tmp_path: Path) -> None:
-    """Clients that occur twice, from one server model or several, and models that nobody starts from."""
+    """Clients arrive twice, from one server model or several, and some models have no clients that start from them."""
     seed = FEDBUFF.index(hp)
     drawn = reference.make_case("fedbuff", hp, seed=seed, kind=kind, l2=0.2 * (seed % 2), n_rounds=8)
     reference.write_case(tmp_path, drawn)
@@ -176,7 +176,7 @@ def test_fedbuff(hp: dict[str, Any], kind: str, variant: Variant, tmp_path: Path
     ("method", "engine"), covering([(FedProx, {"mu": 0.6}), (FedCM, {"alpha": 0.3})], ["sequential", "vectorized"])
 )
 def test_fedbuff_with_other_methods(method: tuple[Any, dict[str, float]], engine: str) -> None:
-    """FedBuff over methods with which the format does not have it."""
+    """FedBuff over methods that the format does not combine with it."""
     algorithm, options = method
     case = Case(**vars(reference.make_case("fedbuff", {"client_lr": 0.1, **options}, n_rounds=6)))
     setup = translate(replace(case, hp={"client_lr": 0.1}))
@@ -185,7 +185,7 @@ def test_fedbuff_with_other_methods(method: tuple[Any, dict[str, float]], engine
 
 @pytest.mark.thorough
 def test_runner_of_stored_cases_supports_fedbuff(tmp_path: Path) -> None:
-    """As a command over a folder that holds a case of FedBuff."""
+    """Runs the command on a folder with a case of FedBuff."""
     reference.write_case(tmp_path, reference.make_case("fedbuff", {"client_lr": 0.1}, l2=0.1, n_rounds=6))
     command = [sys.executable, "-m", "pytest", "-q", str(Path(__file__).with_name("test_oracle.py"))]
     options = ["--oracle-cases", str(tmp_path), "-m", "thorough or not thorough", "-p", "no:cacheprovider"]

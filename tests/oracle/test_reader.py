@@ -1,4 +1,4 @@
-"""The reader of oracle cases: it takes what the format says and names whatever else it finds."""
+"""The reader of oracle cases: it accepts the format, and names any unknown entry."""
 
 import json
 from pathlib import Path
@@ -54,10 +54,10 @@ HP: dict[str, dict[str, Any]] = {
 
 
 def write(folder: Path, arrays: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
-    """Write a folder with one small quadratic case, some of it changed, and return its entry.
+    """Write a folder with one small quadratic case, with some changes, and return its entry.
 
-    Two clients with f_1 = x^2 + 10 x and f_2 = -10 x, one FedAvg round of one step from x = 10 at rate 0.1:
-    y = 10 - 0.1 * 30 = 7 and 10 + 0.1 * 10 = 11, so x = 9.
+    Two clients have f_1 = x^2 + 10 x and f_2 = -10 x. FedAvg takes one round of one step from x = 10 at rate 0.1.
+    So y = 10 - 0.1 * 30 = 7 and 10 + 0.1 * 10 = 11, and x = 9.
     """
     meta = {
         "id": "tiny",
@@ -90,7 +90,7 @@ def write(folder: Path, arrays: dict[str, Any] | None = None, **changes: Any) ->
 
 
 def case_of(folder: Path, **changes: Any) -> Case:
-    """Write a case, some of it changed, and load it."""
+    """Write a case with some changes, and load it."""
     return load_case(folder, write(folder, **changes))
 
 
@@ -194,7 +194,7 @@ def test_index_includes_cases_of_later_folders(tmp_path: Path) -> None:
 
 
 def test_two_arrivals_match_a_hand_computation(tmp_path: Path) -> None:
-    """Clients 0 and 1 arrive from x^0 = 10 with D = 3 and -1, and 0 from it again one step later: sqrt(1/2) of 3."""
+    """Clients 0 and 1 arrive from x^0 = 10 with D = 3 and -1. Client 0 arrives again one step later: sqrt(1/2) of 3."""
     arrivals = [[[0, 0], [1, 0]], [[0, 0], [0, 0]]]
     changes = fedbuff(arrivals)
     changes["arrays"] |= {
@@ -235,7 +235,7 @@ def test_uneven_chunks_cover_every_row_once() -> None:
 
 
 def _own_arrays(algorithm: str) -> dict[str, Any]:
-    """Return the arrays that cases of a method have beside the others."""
+    """Return the additional arrays of a method's cases."""
     if algorithm == "feddane":
         return {"grad_cohort": np.array([[0, 1]])}
     if algorithm in ASYNCHRONOUS:

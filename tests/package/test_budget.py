@@ -1,4 +1,4 @@
-"""The script that holds the test run to its budget of CPU time."""
+"""The script that limits the CPU time of the test run."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ if not SCRIPT.exists():
 
 
 def run(cpu: float, code: str) -> subprocess.CompletedProcess[str]:
-    """Run Python code under a budget; the calibration loop is short here."""
+    """Run Python code under a budget, with a short calibration loop."""
     command = [sys.executable, str(SCRIPT), "--wall", "1", "--cpu", str(cpu), "--processes", "1", "--loops", "20000"]
     return subprocess.run([*command, "--", sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
 

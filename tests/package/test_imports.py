@@ -1,4 +1,4 @@
-"""Rules on imports and files that `lint-imports` cannot express; pyproject.toml has the contracts that it can."""
+"""Rules on imports and files that `lint-imports` cannot express. The others are contracts in pyproject.toml."""
 
 import ast
 import re

@@ -1,6 +1,6 @@
-"""Nothing is imported before a command needs it, beyond what PyTorch and Lightning import by themselves.
+"""Modules are imported only when a command needs them, except those that PyTorch and Lightning import.
 
-Modules are counted, in a fresh interpreter, and not seconds, which differ from machine to machine.
+The tests count modules in a fresh interpreter. Seconds would depend on the machine.
 """
 
 import json
@@ -11,9 +11,9 @@ import pytest
 
 from lightning_fed.compat.package import pl
 
-# One interpreter for every promise, since each takes seconds: the package alone, then PyTorch (by way of torchvision,
-# which needs what the package declares, where its native library does not load), then Lightning, then the trainer, and
-# last the command line.
+# All checks share one interpreter, since each start takes seconds. It imports the package, PyTorch, Lightning, the
+# trainer and the command line, in this order. torchvision imports PyTorch: it needs the package's declarations if its
+# native library does not load.
 PROBE = """
 import importlib.util, json, sys
 for name in ("sitecustomize", "usercustomize"):  # which a system's Python may import by itself
@@ -43,14 +43,14 @@ stages.append(sorted(sys.modules))
 print("\\n" + json.dumps([stages, counts]))
 """
 PACKAGE = frozenset({"lightning_fed", "filelock", "safetensors"})  # the lock and files of states on disk: 5 ms
-NUMPY_TYPING = {"numpy.typing", "numpy._typing._add_docstring"}  # which NumPy 1 leaves out of itself: 0.6 ms
-# the parser behind the command line imports what it finds installed, so there the parts are named that it never needs
+NUMPY_TYPING = {"numpy.typing", "numpy._typing._add_docstring"}  # NumPy 1 does not import them itself: 0.6 ms
+# the command line's parser imports installed packages, so this lists only the parts that it never needs
 ON_DEMAND = {"sklearn", "tensorboard", "pandas", "pyarrow", "opacus"}
 READY = {"lightning_fed.trainer", "lightning_fed.trainer.threads", "lightning_fed.compat.torchvision"}
 
 
 def added(before: set[str], after: set[str], allowed: frozenset[str] = frozenset()) -> set[str]:
-    """Return the modules that are new and of no allowed package, those of Python itself left out."""
+    """Return the new modules outside of the allowed packages and Python's standard library."""
     known = allowed | set(sys.stdlib_module_names)
     return {name for name in after - before if name.split(".")[0] not in known}
 
@@ -66,7 +66,7 @@ def test_imports_are_lazy_and_package_is_ready_after_pytorch() -> None:
     stages, threads_are_known = json.loads(done.stdout.splitlines()[-1])
     alone, with_torch, lightning, package, helped = map(set, stages)
 
-    assert "lightning_fed.deploy" in alone  # the probe saw what it was to see
+    assert "lightning_fed.deploy" in alone  # the probe works
     others = {name.split(".")[0] for name in added(set(), alone) if not name.startswith("_")}
     assert others == {"lightning_fed"}, "the package alone needs nothing but Python"
 

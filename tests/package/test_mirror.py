@@ -1,6 +1,6 @@
-"""Tests stand where their modules do: ``lightning_fed/<room>/<module>.py`` has ``tests/<room>/test_<module>.py``.
+"""Tests mirror the package: ``lightning_fed/<room>/<module>.py`` has ``tests/<room>/test_<module>.py``.
 
-A module may do without if what it promises is tested in a file of another name, which the table below names.
+The table below lists modules that are tested in a file of another name.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ ELSEWHERE = {
 }
 """By module, the file that holds its tests."""
 
-SHARE = 0.9  # of all modules that must have a test of their name
+SHARE = 0.9  # the minimum share of modules with a test of their name
 
 
 def modules() -> list[Path]:

@@ -27,7 +27,7 @@ open = ["four<5"]
 
 @pytest.fixture
 def oldest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., list[str]]:
-    """Return a function that runs the script on a small project, and returns what it prints."""
+    """Return a function that runs the script on a small project and returns its output."""
     (tmp_path / "pyproject.toml").write_text(PROJECT)
     (tmp_path / "constraints.txt").write_text("# pinned\nTwo==0.9\nfour==4.4\n")
 

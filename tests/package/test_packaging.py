@@ -1,4 +1,4 @@
-"""What is installed is what the repository says."""
+"""The installed package matches the repository."""
 
 import importlib.metadata
 import re
@@ -45,7 +45,7 @@ def test_constraints_pin_every_dependency_once_within_its_range() -> None:
         *(text for extra in project["optional-dependencies"].values() for text in extra),
     ):
         requirement = Requirement(text)
-        if requirement.name == project["name"]:  # an extra that takes in another one
+        if requirement.name == project["name"]:  # an extra that includes another one
             assert requirement.extras <= set(project["optional-dependencies"])
             continue
         assert pinned[canonicalize_name(requirement.name)] in requirement.specifier, text

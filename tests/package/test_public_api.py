@@ -1,4 +1,4 @@
-"""Every public name resolves and says what it is."""
+"""Every public name resolves and is documented."""
 
 import importlib
 import importlib.util
@@ -12,7 +12,7 @@ import lightning_fed
 NEEDS = {"flwr": "lightning_fed.deploy.flower", "nvflare": "lightning_fed.deploy.flare"}
 MODULES = [lightning_fed.__name__, *(m.name for m in pkgutil.walk_packages(lightning_fed.__path__, "lightning_fed."))]
 for package, room in NEEDS.items():
-    if importlib.util.find_spec(package) is None:  # the check with it is another step of .ci/run
+    if importlib.util.find_spec(package) is None:  # another step of .ci/run checks with it
         MODULES = [name for name in MODULES if not name.startswith(room)]
 FACE = {
     "lightning_fed": [
@@ -39,7 +39,7 @@ def public() -> Iterator[tuple[str, str, Any]]:
 
 
 def fault_of(value: Any) -> str:
-    """Return what is missing in the documentation of a class or function; nothing if all is there."""
+    """Return the gaps in the documentation of a class or function; empty if it is complete."""
     text = inspect.getdoc(value)
     if not text:
         return "has no docstring"

@@ -1,7 +1,7 @@
 """Collect a file here only if the command names it.
 
-Importing these packages takes up to a minute, and each builds on one of Lightning's two packages, of which a process
-can use one. The default run never looks inside the files.
+Importing these packages takes up to a minute. Each builds on one of Lightning's two packages, and a process can use
+only one of them. The default run does not import the files.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""What every published module must do in rounds: equal a loop by hand, agree between engines, resume bit for bit.
+"""Tests of every published module in rounds: it equals a loop by hand, engines agree, and it resumes bit for bit.
 
 The loop by hand uses PyTorch and the module's own ``training_step`` and ``configure_optimizers``. It shares no code
-with lightning_fed. It attaches a plain ``Trainer`` of Lightning because some modules look at theirs.
+with lightning_fed. It attaches a plain ``Trainer`` of Lightning because some modules use theirs.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ def needs(package: str, lightning: str = "pytorch_lightning") -> ModuleType:
 
     Args:
         package: The name to import.
-        lightning: Which of Lightning's two packages it builds on: lightning_fed then uses the same.
+        lightning: The one of Lightning's two packages that it builds on. lightning_fed then uses the same.
     """
     if importlib.util.find_spec(package) is None:
         reason = f"{package} is not installed: pip install -e '.[public]' -c constraints.txt, or see docs/platforms.md"
@@ -68,7 +68,7 @@ def needs(package: str, lightning: str = "pytorch_lightning") -> ModuleType:
 
 @dataclass(frozen=True, eq=False)
 class PublicCase:
-    """A module that others published, with data for four clients.
+    """A published module of another package, with data for four clients.
 
     Attributes:
         name: The test's name.
@@ -83,8 +83,8 @@ class PublicCase:
         sizes: The clients' numbers of examples, if the length of the data set is not it.
         logged: The metrics of ``training_step`` that are compared with the loop by hand.
         precision: Lightning's, "64-true" or "32-true".
-        tolerance: How far a run may be from the loop by hand, relative to each tensor's largest entry: of the
-            sequential engine, and of the vectorized one.
+        tolerance: The allowed deviations of the sequential and the vectorized engine from the loop by hand, relative to
+            each tensor's largest entry.
         draws: Whether ``training_step`` draws random numbers; the engines then agree in law only.
         local_schedule: The trainer's, for a module whose schedule steps after every local step.
         by_hand: Whether the loop by hand can train it.
@@ -120,22 +120,22 @@ class PublicCase:
         """Return a client's batches in stored order."""
         if self.loader is not None:
             return self.loader(dataset)
-        # its own generator, or it would draw from the one that the module draws from
+        # its own generator; otherwise it would draw from the module's
         return DataLoader(dataset, self.batch_size, collate_fn=self.collate, generator=torch.Generator())
 
     @property
     def work(self) -> dict[str, Any]:
-        """The arguments of ``FederatedTrainer`` that say what clients do in a round."""
+        """The arguments of ``FederatedTrainer`` that set the clients' work in a round."""
         if self.local_schedule is None:
             return {"local_epochs": 1}
         return {"local_steps": LOCAL_STEPS, "local_schedule": self.local_schedule}
 
     def counts(self, size: int) -> list[int]:
-        """Return the examples in each batch of a client that has so many."""
+        """Return the examples in each batch of a client, given its number of examples."""
         return [min(self.batch_size, size - start) for start in range(0, size, self.batch_size)]
 
     def buffers(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return the buffers of a module, and its parameters that are treated as such."""
+        """Return the buffers of a module, and the parameters that are treated like buffers."""
         patterns = self.kwargs.get("as_buffers", ())
         named = {n: p for n, p in module.named_parameters() if any(fnmatchcase(n, pattern) for pattern in patterns)}
         return dict(module.named_buffers()) | named
@@ -143,13 +143,13 @@ class PublicCase:
 
 @dataclass
 class Outcome:
-    """What a run ends with.
+    """The outcome of a run.
 
     Attributes:
         model: Parameters and buffers by name.
-        states: What server and clients keep, by name.
-        metrics: What was logged, by round.
-        said: What ``engine="auto"`` said.
+        states: The states of server and clients by name.
+        metrics: The logged values by round.
+        said: The messages of ``engine="auto"``.
     """
 
     model: dict[str, Tensor]
@@ -159,7 +159,7 @@ class Outcome:
 
 
 class Published:
-    """The tests; a file derives a class from it whose ``cases`` are its package's."""
+    """The tests. Each file derives a class whose ``cases`` are those of its package."""
 
     cases: Sequence[PublicCase] = ()
 
@@ -186,7 +186,7 @@ class Published:
     def test_a_run_resumes_bit_for_bit(self, case: PublicCase, method: str) -> None:
         for engine in (
             ("auto", "sequential") if case.engine == "vectorized" else ("auto",)
-        ):  # which is the sequential one
+        ):  # otherwise, auto is sequential
             whole = federated(case, method, engine)
             with pytest.raises(Interruption):
                 _fit(case, method, engine, stop_after=2, folder=engine)
@@ -194,7 +194,7 @@ class Published:
 
 
 class Interruption(BaseException):
-    """Ends a run as Ctrl-C would, at once."""
+    """Ends a run at once, like Ctrl-C."""
 
 
 def thin(
@@ -202,7 +202,7 @@ def thin(
     loss: Callable[[nn.Module, Any], Tensor],
     lr: float = 0.1,
 ) -> Any:
-    """Return a LightningModule of a few lines around a network that a package publishes, trained by SGD.
+    """Return a minimal LightningModule around a package's network, trained by SGD.
 
     Args:
         network: The network.
@@ -244,7 +244,7 @@ def refusal(case: PublicCase) -> str:
 
 @cache
 def federated(case: PublicCase, method: str, engine: str) -> Outcome:
-    """Return what an uninterrupted run ends with."""
+    """Return the outcome of an uninterrupted run."""
     return _fit(case, method, engine)
 
 
@@ -283,7 +283,7 @@ def _fit(
     with _listening() as said, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.filterwarnings("error", message="engine='auto' continues with")
-        _seed(17)  # no run may depend on what was drawn before
+        _seed(17)  # runs must not depend on earlier draws
         trainer.fit(module, _data(case), ckpt_path=ckpt_path)
     state = trainer.fit_loop.state
     states = {f"server.{name}": value for name, value in state.state.items()}
@@ -316,7 +316,7 @@ def _memory_logger() -> Any:
     from lightning_fed.compat.package import pl
 
     class Memory(pl.loggers.Logger):
-        """Keeps what is logged, by round."""
+        """Records the logged values by round."""
 
         name, version = "memory", 0
 
@@ -347,7 +347,7 @@ def _stopper(after: int | None) -> Any:
 
 @contextmanager
 def _listening() -> Iterator[list[str]]:
-    """Collect the lines in which ``engine="auto"`` says what it takes."""
+    """Collect the messages of ``engine="auto"``."""
     said: list[str] = []
 
     class Collect(logging.Handler):
@@ -372,7 +372,7 @@ def _listening() -> Iterator[list[str]]:
 
 @cache
 def by_hand(case: PublicCase, method: str) -> Outcome:
-    """Return what three rounds of FedAvg, or of SCAFFOLD with option ii, end with."""
+    """Return the outcome of three rounds of FedAvg, or of SCAFFOLD with option ii."""
     dtype = torch.float64 if case.precision == "64-true" else torch.float32
     module = case.make().to(dtype)
     with warnings.catch_warnings():
@@ -456,9 +456,9 @@ def _train(
     record: "_Record",
     dtype: torch.dtype,
 ) -> tuple[float, dict[str, Tensor] | None]:
-    """Train on batches, and return the sum of rates, with the corrected gradients' mean unless it is plain SGD.
+    """Train on batches, and return the sum of rates and, except for plain SGD, the mean corrected gradient.
 
-    The schedule has stepped ``first_step`` times before, and steps after every batch if it does at all.
+    The schedule has stepped ``first_step`` times before, and steps after every batch if ``steps_schedule``.
     """
     optimizer, schedulers = _optimizer(module, first_step)
     held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
@@ -494,7 +494,7 @@ def _new_control(
     own: Mapping[str, Tensor],
     c: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Return c_i - c + (x - y) / (K lr); with another optimizer than SGD, the mean corrected gradient is the last."""
+    """Return c_i - c + (x - y) / (K lr); without plain SGD, the mean corrected gradient replaces the last term."""
     rates, path = work
     seen = {name: (x[name] - y[name]) / rates for name in x} if path is None else path
     return {name: own[name] + (seen[name] - c[name]) for name in x}
@@ -515,7 +515,7 @@ def _optimizer(module: Any, steps: int) -> tuple[torch.optim.Optimizer, list[Any
     for scheduler in made:
         for _ in range(steps):
             scheduler.step()
-    found.state.clear()  # of a module that hands out the same one every time
+    found.state.clear()  # the module may return the same optimizer every time
     return found, made
 
 
@@ -523,7 +523,7 @@ def _plain_trainer() -> Any:
     from lightning_fed.compat.package import pl
 
     class Plain(pl.Trainer):
-        """Tells modules the length of a schedule that steps after every local step."""
+        """Gives modules the length of a schedule that steps after every local step."""
 
         num_training_batches = LOCAL_STEPS
         estimated_stepping_batches = LOCAL_STEPS * len(COHORTS)
@@ -536,7 +536,7 @@ def _plain_trainer() -> Any:
 
 
 class _Record:
-    """Stands in for ``self.log`` and keeps the example-weighted means of a round."""
+    """Replaces ``self.log`` and computes the example-weighted means of a round."""
 
     examples = 0
 
@@ -556,7 +556,7 @@ class _Record:
 
 @contextmanager
 def _default(dtype: torch.dtype) -> Iterator[None]:
-    """Let new tensors be of a type inside, as Lightning does around a step."""
+    """Set the default dtype inside, as Lightning does around a step."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -566,7 +566,7 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _stream(round: int, client: int) -> int:
-    """Return the seed of a client's training in a round, as docs/reliability.md promises it: a function of these."""
+    """Return the seed of a client's training in a round, a function of the arguments defined in docs/reliability.md."""
     key = f"{SEED}/4/{round}/{client}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 
@@ -597,7 +597,7 @@ def _mean(values: Mapping[int, Mapping[str, Tensor]], weights: Mapping[int, floa
 
 
 def _mean_buffers(values: Mapping[int, Mapping[str, Tensor]], sizes: Mapping[int, int]) -> dict[str, Tensor]:
-    """Return the mean by examples of floats; of other buffers, those of the largest client."""
+    """Return the example-weighted mean of floating-point buffers, and the largest client's other buffers."""
     floats = {i: {n: b for n, b in own.items() if b.is_floating_point()} for i, own in values.items()}
     largest = max(sizes, key=lambda i: (sizes[i], -i))
     return {**values[largest], **_mean(floats, sizes)}
@@ -610,7 +610,7 @@ def _trained(module: Any) -> dict[str, Tensor]:
 
 
 def _cast(batch: Any, dtype: torch.dtype) -> Any:
-    """Return a batch whose floating-point tensors have a type, as Lightning's precision plugin does it."""
+    """Return a batch with its floating-point tensors cast to a dtype, as in Lightning's precision plugin."""
     from lightning_utilities.core.apply_func import apply_to_collection
 
     return apply_to_collection(batch, Tensor, lambda t: t.to(dtype) if torch.is_floating_point(t) else t)
@@ -628,7 +628,7 @@ def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def assert_close(found: Outcome, expected: Outcome, tolerance: float, logged: Sequence[str]) -> None:
-    """Compare every tensor by its own largest entry, and the metrics named."""
+    """Compare tensors relative to their largest entries, and the named metrics."""
     for kind, room in (("model", tolerance), ("states", 4 * tolerance)):  # states are differences, divided by the rate
         ours, theirs = getattr(found, kind), getattr(expected, kind)
         assert ours.keys() == theirs.keys()
@@ -639,12 +639,12 @@ def assert_close(found: Outcome, expected: Outcome, tolerance: float, logged: Se
     for done, values in expected.metrics.items():
         for name in logged:
             close = pytest.approx(values[name], rel=max(tolerance, 1e-6))
-            logged_as = name if name in found.metrics[done] else f"{name}_epoch"  # if it is logged per step as well
+            logged_as = name if name in found.metrics[done] else f"{name}_epoch"  # if it is also logged per step
             assert found.metrics[done][logged_as] == close, f"{name} after {done} rounds"
 
 
 def assert_same(found: Outcome, expected: Outcome, rounds: Sequence[int] | None = None) -> None:
-    """Compare all bits; of the metrics, those of some rounds."""
+    """Compare all bits, and the metrics of some rounds."""
     for kind in ("model", "states"):
         ours, theirs = getattr(found, kind), getattr(expected, kind)
         assert ours.keys() == theirs.keys()

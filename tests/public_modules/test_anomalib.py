@@ -18,7 +18,7 @@ from torchvision.transforms.v2 import Resize
 
 
 class Pictures(Dataset):
-    """Pictures without defects, as anomalib's data sets have them."""
+    """Pictures without defects, in the format of anomalib's data sets."""
 
     def __init__(self, n: int, seed: int) -> None:
         self.x = torch.rand(n, 3, 64, 64, generator=torch.Generator().manual_seed(seed))
@@ -35,14 +35,14 @@ def clients() -> list[Pictures]:
 
 
 def alone(cls: type, **options: Any) -> Any:
-    """Return a model without the callbacks that prepare pictures, draw and score them."""
+    """Return a model without the callbacks that preprocess, draw and score pictures."""
     size = PreProcessor(transform=Resize((64, 64)))
     none = {"post_processor": False, "evaluator": False, "visualizer": False}
     return cls(pre_processor=size, pre_trained=False, **none, **options)
 
 
 def by_sgd(cls: type) -> type:
-    """Return a model that SGD trains: Adam divides gradients that are nearly zero by themselves, rounding included."""
+    """Return a model trained by SGD: Adam divides nearly zero gradients, including rounding errors, by themselves."""
 
     class BySGD(cls):  # type: ignore[misc, valid-type]
         def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -66,7 +66,7 @@ def case(name: str, module: Any, by_hand: bool = True) -> PublicCase:
 
 
 def ganomaly() -> Any:
-    """Return a model with manual optimization, of a generator and a discriminator."""
+    """Return a model with manual optimization of a generator and a discriminator."""
     none = {"post_processor": False, "evaluator": False, "visualizer": False}
     size = PreProcessor(transform=Resize((64, 64)))
     return Ganomaly(batch_size=4, n_features=4, latent_vec_size=4, pre_processor=size, **none)

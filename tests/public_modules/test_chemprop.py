@@ -31,7 +31,7 @@ def loader(dataset: MoleculeDataset) -> DataLoader:
 
 
 class WithSGD(MPNN):
-    """The published module with SGD: Adam would turn the rounding of gradients that BatchNorm makes zero into steps."""
+    """The published module with SGD: Adam would turn the rounding errors of BatchNorm's zero gradients into steps."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)

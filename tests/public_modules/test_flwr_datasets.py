@@ -1,4 +1,4 @@
-"""Flower Datasets: its partitioners deal out a data set of the package datasets that is made in memory."""
+"""Flower Datasets: its partitioners split an in-memory data set of the package datasets."""
 
 # pip install: datasets seaborn
 # pip install: --no-deps flwr-datasets

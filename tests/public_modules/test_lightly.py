@@ -1,4 +1,4 @@
-"""lightly: its benchmark's classifiers, and modules around its losses and heads as its examples have them."""
+"""lightly: its benchmark's classifiers, and modules around its losses and heads as in its examples."""
 
 # pip install: lightly
 
@@ -52,7 +52,7 @@ def barlow() -> Any:
 
 
 class BYOL(nn.Module):
-    """A student and a teacher that follows it in every step, as lightly's example has it."""
+    """A student and a teacher that follows it in every step, as in lightly's example."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ def clients(transform: object = None) -> list[Dataset]:
 
 
 def augmented() -> list[Dataset]:
-    """Return clients whose transforms draw from a random state that each transform keeps."""
+    """Return clients whose transforms keep their own random states."""
     keys = ["image", "label"]
     random = [RandFlipd(keys, prob=0.5), RandRotate90d(keys, prob=0.5), RandGaussianNoised(["image"], prob=0.5)]
     return clients(Compose([*random, EnsureTyped(keys, track_meta=False)]))

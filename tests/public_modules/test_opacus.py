@@ -1,4 +1,4 @@
-"""opacus: its layers, which compute gradients of single examples."""
+"""opacus: its layers with per-example gradients."""
 
 # pip install: opacus
 
@@ -36,7 +36,7 @@ class Attention(nn.Module):
 
 
 def fixed() -> nn.Module:
-    """Return a network whose BatchNorm opacus has replaced by GroupNorm."""
+    """Return a network where opacus has replaced BatchNorm by GroupNorm."""
     return ModuleValidator.fix(nn.Sequential(nn.Flatten(), nn.Linear(20, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)))
 
 

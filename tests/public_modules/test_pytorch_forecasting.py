@@ -1,4 +1,4 @@
-"""pytorch-forecasting: its LightningModules, unchanged, on batches of its own TimeSeriesDataSet."""
+"""pytorch-forecasting: its LightningModules, unchanged, on batches of its TimeSeriesDataSet."""
 
 # pip install: pytorch-forecasting lightning
 
@@ -21,7 +21,7 @@ LENGTHS = {"max_encoder_length": 6, "max_prediction_length": 2}
 
 def frame(series: int, seed: int) -> pd.DataFrame:
     numbers = np.random.default_rng(seed)
-    steps = 7 + SIZES[series]  # as many windows of eight steps as the client has examples
+    steps = 7 + SIZES[series]  # one window of eight steps for each of the client's examples
     wave = np.sin(np.arange(steps) / (2 + series)) + 0.1 * numbers.normal(size=steps) + 3
     kinds = [str(n) for n in numbers.integers(0, 3, steps)]
     return pd.DataFrame({"value": wave, "time": np.arange(steps), "series": str(series), "kind": kinds})
@@ -29,7 +29,7 @@ def frame(series: int, seed: int) -> pd.DataFrame:
 
 @cache
 def whole(known: bool) -> TimeSeriesDataSet:
-    """Return the data set that all clients' scales and encodings come from."""
+    """Return the data set that determines all clients' scales and encodings."""
     named = {"time_varying_known_categoricals": ["kind"], "time_varying_known_reals": ["time"]} if known else {}
     return TimeSeriesDataSet(
         pd.concat([frame(i, seed=i) for i in range(len(SIZES))], ignore_index=True),

@@ -1,4 +1,4 @@
-"""pytorch_tabular: the LightningModules beneath its TabularModel, on its own data sets."""
+"""pytorch_tabular: the LightningModules of its TabularModel, on its data sets."""
 
 # pip install: einops omegaconf pandas requests rich scikit-base
 # pip install: --no-deps pytorch_tabular

@@ -17,7 +17,7 @@ from scvi.train import TrainingPlan
 
 
 class Cells(Dataset):
-    """Counts of genes, under the names that scvi's own loaders give them."""
+    """Counts of genes, under the names of scvi's loaders."""
 
     def __init__(self, n: int, seed: int) -> None:
         self.counts = torch.poisson(torch.full((n, 6), 3.0), generator=torch.Generator().manual_seed(seed))

@@ -15,7 +15,7 @@ from torchgeo.trainers import ClassificationTask, RegressionTask, SemanticSegmen
 
 
 class Pictures(Dataset):
-    """Dictionaries of pictures and answers, as torchgeo's data sets have them."""
+    """Dictionaries of pictures and targets, in the format of torchgeo's data sets."""
 
     def __init__(self, n: int, seed: int, answer: str) -> None:
         self.x = torch.randn(n, 2, 32, 32, generator=torch.Generator().manual_seed(seed))

@@ -19,7 +19,7 @@ STILL = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
 class Sentences(Dataset):
-    """Dictionaries of tokens, as a tokenizer and a collator make them."""
+    """Dictionaries of tokens, as from a tokenizer and a collator."""
 
     def __init__(self, n: int, seed: int) -> None:
         self.tokens = torch.randint(0, 20, (n, 6), generator=torch.Generator().manual_seed(seed))
@@ -68,7 +68,7 @@ CASES = [
     ),
     PublicCase(
         "Bert with dropout",
-        lambda: thin(bert(), classify),  # whose first step sets config.problem_type
+        lambda: thin(bert(), classify),  # its first step sets config.problem_type
         clients,
         "vectorized",
         AGREED,

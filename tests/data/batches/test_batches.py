@@ -1,4 +1,4 @@
-"""Batches: both ways of making them agree exactly, and the generator alone decides the order."""
+"""Batches: both implementations agree exactly, and only the generator determines the order."""
 
 from dataclasses import replace
 from typing import Any
@@ -48,7 +48,7 @@ def labels_of(batches):
 
 
 class Doubled(Dataset):
-    """A map-style data set that is no TensorDataset."""
+    """A map-style data set other than TensorDataset."""
 
     def __init__(self, n):
         self.n = n
@@ -61,7 +61,7 @@ class Doubled(Dataset):
 
 
 class Random(Doubled):
-    """Examples that draw from the global generators, as augmentations do."""
+    """Examples that draw from the global generators, like augmentations."""
 
     def __getitem__(self, index):
         return torch.rand(3), np.random.rand(), index
@@ -88,7 +88,7 @@ def test_tensor_and_loader_batches_agree_exactly(
     assert fast.size == slow.size == n
     assert fast.num_batches() == slow.num_batches()
     left, right = generator(seed), generator(seed)
-    for _ in range(2):  # the second epoch goes on from where the first left the generator
+    for _ in range(2):  # the second epoch continues with the generator's state
         assert_same(fast.epoch(left, by_call), slow.epoch(right, by_call))
         assert_same(fast.full(left), slow.full(right))
         assert torch.equal(left.get_state(), right.get_state())
@@ -128,7 +128,7 @@ def test_order_depends_only_on_the_generator(kind):
     assert labels_of(batches.epoch(generator(4))) != first
     torch.manual_seed(1)
     labels_of(batches.epoch(generator(3)))
-    assert torch.equal(torch.get_rng_state(), state)  # and leaves the global generator alone
+    assert torch.equal(torch.get_rng_state(), state)  # the global generator is unchanged
     torch.manual_seed(1)
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -147,7 +147,7 @@ def test_full_pass_uses_the_stored_order_and_large_batches():
 @pytest.mark.parametrize("kind", [TensorBatches.of, LoaderBatches])
 def test_small_and_empty_clients(kind):
     tiny = kind(tensors(3), BatchSettings(batch_size=8, drop_last=True))
-    assert tiny.num_batches() == 1  # its only batch, although a short one
+    assert tiny.num_batches() == 1  # its only batch, even though it is short
     assert [size for _, size in tiny.epoch(generator())] == [3]
     empty = kind(tensors(0), BatchSettings(batch_size=8, num_workers=1 if kind is LoaderBatches else 0))
     assert (empty.size, empty.num_batches()) == (0, 0)
@@ -258,7 +258,7 @@ def test_loader_yields_the_epoch():
 
 
 def marked(batch, stream):
-    """Append a random number of each example to it."""
+    """Append a random number for each example to a batch."""
     return [*batch, torch.randint(2**40, batch[1].shape, generator=stream)]
 
 
@@ -280,10 +280,10 @@ def test_augmentation_does_not_depend_on_how_batches_are_made(n, batch_size, wor
         fast, slow = (list(kind.epoch(stream)) for kind, stream in zip(kinds, streams[:2], strict=True))
         assert_same(fast, slow)
         assert_same(fast, custom(dataset, chosen).epoch(streams[2]))
-        streams[2].set_state(streams[0].get_state())  # a loader of one's own may take more from its generator
+        streams[2].set_state(streams[0].get_state())  # a custom loader may draw more numbers
         epochs.append(torch.cat([batch[2] for batch, _ in fast]))
     assert_same(kinds[0].full(generator(seed)), kinds[1].full(generator(seed)))
-    assert not set(epochs[0].tolist()) & set(epochs[1].tolist())  # another one in every epoch, for one example too
+    assert not set(epochs[0].tolist()) & set(epochs[1].tolist())  # an example's number changes in every epoch
 
 
 @pytest.mark.parametrize("kind", [TensorBatches.of, LoaderBatches, custom])
@@ -302,7 +302,7 @@ def test_augmentation_uses_the_generator_and_precedes_transforms(kind):
         assert len(first.unique()) == 6
         if kind is TensorBatches.of:
             torch.manual_seed(1)
-            assert torch.equal(torch.get_rng_state(), state)  # and leaves the global generator alone
+            assert torch.equal(torch.get_rng_state(), state)  # the global generator is unchanged
 
 
 @pytest.mark.parametrize("kind", [TensorBatches.of, LoaderBatches, custom])
@@ -315,7 +315,7 @@ def test_unaugmented_pass_is_transformed_and_draws_nothing(kind):
 
 
 class Pictures(Dataset):
-    """Examples that nobody has turned into tensors."""
+    """Examples that are not converted to tensors."""
 
     def __len__(self):
         return 3
@@ -417,7 +417,7 @@ def test_poisson_batches_sample_every_example_equally_often() -> None:
 def test_poisson_draws_depend_on_the_run_and_the_epoch() -> None:
     assert drawn(batches(), 2) == drawn(batches(), 2)
     assert drawn(batches(), 1) != drawn(batches(), 2)[4:]
-    # also for the same generator of batches, whose 32 bits coincide for some of many rounds and clients
+    # even with the same batch generator: its 32-bit seeds collide for some of many rounds and clients
     assert drawn(batches(where=(1, 0))) != drawn(batches()) != drawn(batches(where=(0, 1)))
     assert drawn(batches(seed=1)) != drawn(batches())
     assert drawn(batches(), seed=1) != drawn(batches())

@@ -1,4 +1,4 @@
-"""A copy of a batch shares nothing that a step could write into."""
+"""A copy of a batch shares no memory that a step could write to."""
 
 import copy
 import io
@@ -30,7 +30,7 @@ class Named(dict[str, Tensor]):
 
 
 class Graph:
-    """Copies itself, as graphs of PyG do; a shallow copy would share its tensors."""
+    """Copies itself, like graphs of PyG; a shallow copy would share its tensors."""
 
     def __init__(self, x: Tensor) -> None:
         self.store = {"x": x}

@@ -1,4 +1,4 @@
-"""How many examples a batch has, and where the number goes: weights of losses, gradients and logged values."""
+"""The number of examples in a batch, and its use as the weight of losses, gradients and logged values."""
 
 from collections import namedtuple
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Batches of a loader of the user's own."""
+"""Batches of a user's loader."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_loader_over_a_subset_counts_and_reads_that_subset():
 
 
 def batched(sampler, size=2, drop_last=False):
-    """Return a maker of loaders over [0, 1, ..., 6] whose batch sampler is made here and not by the loader."""
+    """Return a function that makes loaders over [0, 1, ..., 6] with a given batch sampler, not the loader's."""
     return lambda stream: DataLoader(tensors(7), batch_sampler=BatchSampler(sampler(stream), size, drop_last))
 
 
@@ -85,7 +85,7 @@ def test_loader_with_a_custom_batch_sampler_has_a_stored_order():
 
 
 class Shorter(list):
-    """Batches that end before their length."""
+    """Batches that end before their stated length."""
 
     def __len__(self):
         return 1 + super().__len__()
@@ -118,7 +118,7 @@ def weighted(stream):
 )
 def test_full_pass_over_a_resampling_loader_warns(make):
     batches = CustomBatches(make, "ann", BatchSettings())
-    assert sum(n for _, n in batches.epoch(generator())) == batches.size  # local epochs are as the loader has them
+    assert sum(n for _, n in batches.epoch(generator())) == batches.size  # local epochs keep the loader's sampling
     for passes in (batches.full, batches.unaugmented):
         with pytest.warns(UserWarning, match="with (Weighted)?RandomSampler.*full-batch gradients.* random draw"):
             assert sum(n for _, n in passes(generator())) == batches.size
@@ -146,7 +146,7 @@ def test_loader_that_cannot_count_is_rejected():
 
 
 def marked(batch, stream):
-    """Append a random number of each example to it."""
+    """Append a random number for each example to a batch."""
     return [*batch, torch.randint(2**40, batch[1].shape, generator=stream)]
 
 

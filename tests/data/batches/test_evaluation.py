@@ -1,4 +1,4 @@
-"""Loaders of what the server model is evaluated on."""
+"""Loaders for the evaluation of the server model."""
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ def test_logged_evaluation_values_are_weighted_by_images_per_batch(val):
 
 
 class Randomizable:
-    """A transform with a random state of its own, as MONAI's have."""
+    """A transform with its own random state, as in MONAI."""
 
     def __init__(self):
         self.R = np.random.RandomState()
@@ -102,7 +102,7 @@ def test_loader_is_transformed_unless_it_overrides_iteration():
     loader = DataLoader(TensorDataset(torch.arange(4)), batch_size=2)
     transformed = transformed_loader(loader, lambda batch: batch[0] * 10)
     assert [batch.tolist() for batch in transformed] == [[0, 10], [20, 30]]
-    assert [batch[0].tolist() for batch in loader] == [[0, 1], [2, 3]]  # the given one is as it was
+    assert [batch[0].tolist() for batch in loader] == [[0, 1], [2, 3]]  # the given loader is unchanged
 
     class Own(DataLoader):
         def __iter__(self):

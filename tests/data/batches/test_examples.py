@@ -1,4 +1,4 @@
-"""What a map-style data set says of its examples: labels, real numbers, sizes."""
+"""Labels, real numbers and sizes of a map-style data set's examples."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ def tensors(n):
 
 
 class Plain(Dataset):
-    """A data set whose examples are whatever ``example`` makes."""
+    """A data set whose examples the function ``example`` makes."""
 
     def __init__(self, n, example, **attributes):
         self.n = n

@@ -18,7 +18,7 @@ from tests.helpers.training import Net, fit, seeded
 
 
 class Randomizable:
-    """A transform with a random state of its own, as MONAI's have."""
+    """A transform with its own random state, as in MONAI."""
 
     def __init__(self):
         self.R = np.random.RandomState()
@@ -122,7 +122,7 @@ def test_owned_random_states_follow_the_generator(maker, kind, workers):
 
 
 class SeedsItself(Augmented):
-    """Draws from its own state, which it can seed, and from its transform's, which it does not know."""
+    """Draws from its own state, and from its transform's. It can seed only its own."""
 
     def set_random_state(self, seed):
         self.own = random.Random(seed)
@@ -191,7 +191,7 @@ def test_single_example_augmentation_does_not_depend_on_loading():
 
 
 class Noisy(Dataset):
-    """Rows of a table, with noise from a state of its own."""
+    """Rows of a table, with noise from their own random state."""
 
     def __init__(self, rows):
         self.rows, self.noise = rows, Randomizable()
@@ -205,7 +205,7 @@ class Noisy(Dataset):
 
 
 class Remembers(Net):
-    """Keeps what it has seen in each round."""
+    """Records its batches in each round."""
 
     def __init__(self):
         super().__init__(dropout=0.0)

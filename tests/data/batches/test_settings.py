@@ -1,4 +1,4 @@
-"""How examples become batches, and what a ready loader says of it."""
+"""Settings of batches, also taken from an existing loader."""
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ def test_from_loader_keeps_worker_options():
     assert (made.timeout, made.prefetch_factor, made.num_workers) == (50, 3, 1)
     assert made.multiprocessing_context.get_start_method() == "fork"
     [(batch, _)] = data.client_batches(0).epoch(torch.Generator())
-    expected = np.random.RandomState(5).rand(6)  # the user's function comes last
+    expected = np.random.RandomState(5).rand(6)  # the user's function runs last
     assert batch[0].tolist() == pytest.approx(expected.tolist())
 
 

@@ -1,4 +1,4 @@
-"""Functions of whole batches of images, beside naive ones that go image by image."""
+"""Functions of whole batches of images, compared with naive ones that process single images."""
 
 from collections import namedtuple
 
@@ -161,7 +161,7 @@ class Watching(pl.LightningModule):
 
 
 def trained(algorithm, seed=0, **options):
-    """Return the module after two rounds of one client, which has two batches."""
+    """Return the module after two rounds of one client with two batches."""
     torch.manual_seed(0)
     train = TensorDataset(images(6, 1, 3, 4), torch.arange(6) % 2)
     data = FederatedDataModule(

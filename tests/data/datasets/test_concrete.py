@@ -1,4 +1,4 @@
-"""The strength of concrete: standardised by the training part, and dealt out sorted.
+"""The strength of concrete: standardised by the training part, and split in sorted order.
 
 Set ``LIGHTNING_FED_DATA`` to a folder with ``concrete/Concrete_Data.csv`` for the published file.
 """
@@ -29,7 +29,7 @@ def write(root, table, names=NAMES):
 @pytest.fixture
 def root(tmp_path):
     table = np.random.RandomState(0).lognormal(size=(50, 9)).round(3)
-    table[:, 4] = 7  # a feature that says nothing
+    table[:, 4] = 7  # a constant feature
     write(tmp_path, table)
     return str(tmp_path)
 

@@ -8,7 +8,7 @@ from lightning_fed.data import Digits, Iid
 
 
 def keys(images):
-    """Return images as comparable values."""
+    """Return images as hashable values."""
     return [tuple(image.flatten().tolist()) for image in images]
 
 

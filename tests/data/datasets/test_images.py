@@ -1,4 +1,4 @@
-"""MNIST, EMNIST and CIFAR: on tiny files in the true format, and on the published ones where they are at hand.
+"""MNIST, EMNIST and CIFAR: on tiny files in the real format, and on the published ones if available.
 
 Set ``LIGHTNING_FED_DATA`` to a folder with ``MNIST/raw`` and ``EMNIST/raw`` for the published ones."""
 
@@ -205,7 +205,7 @@ def test_requested_download_uses_torchvision_once(tmp_path, monkeypatch, where):
         assert data.train is None
     assert data.num_clients == 2
     data.prepare_data()
-    EMNIST(tmp_path, split="letters", download=True).prepare_data()  # the packed files will do
+    EMNIST(tmp_path, split="letters", download=True).prepare_data()  # the compressed files suffice
     assert calls == [(tmp_path, {"split": "letters", "download": True})]
 
 
@@ -248,7 +248,7 @@ def test_corrupt_archive_is_rejected(tmp_path, spoil):
 
 def test_unpacked_file_takes_precedence(tmp_path):
     (images, _), _ = write_mnist(tmp_path)
-    (tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte.gz").touch()  # torchvision leaves both
+    (tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte.gz").touch()  # torchvision keeps both
     data = MNIST(tmp_path)
     data.setup("fit")
     assert data.train.tensors[0].equal(images[:, None])
@@ -297,7 +297,7 @@ def write_pickle(path, content):
 
 @pytest.fixture(params=["CIFAR10", "CIFAR100"])
 def tiny(request, tmp_path, monkeypatch):
-    """Write 20 images a file and let torchvision expect their sums; return the class, the folder and the arrays."""
+    """Write 20 images a file and let torchvision expect their checksums; return the class, folder and arrays."""
     theirs, (key, names, meta) = getattr(datasets, request.param), KEYS[request.param]
     num_classes, sums, arrays = int(request.param[5:]), [], []
     for i, name in enumerate(BATCHES[request.param]):
@@ -328,7 +328,7 @@ def test_cifar_matches_its_files(tiny):
 
 
 class Fires:
-    """Does something when it is unpickled."""
+    """Runs code when it is unpickled."""
 
     def __reduce__(self):
         return Path.touch, (Path("fired"),)

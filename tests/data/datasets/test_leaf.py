@@ -1,4 +1,4 @@
-"""LEAF's JSON files, small ones in the true format and the published samples where they are at hand.
+"""LEAF's JSON files: small ones in the real format, and the published samples if available.
 
 Set ``LIGHTNING_FED_DATA`` to a folder with ``femnist_leaf_sample/train/train.json`` and
 ``fedprox_synthetic/synthetic_1_1/data/test/mytest.json`` for the latter.
@@ -78,12 +78,12 @@ def test_test_users_are_pooled_and_also_kept_per_client(folder):
     assert torch.equal(x, torch.tensor([*CAT[0], *BOB[0]], dtype=torch.float32))
     assert torch.equal(y, torch.tensor([0, 0, 1]))
     assert data.test is data.val
-    assert list(data.client_val) == ["ann"]  # bob's is empty, and cat is tested only, as in LEAF's split by user
+    assert list(data.client_val) == ["ann"]  # bob's is empty; cat is only in the test part, as in LEAF's split by user
     assert torch.equal(data.client_val_dataset("ann").tensors[0], torch.tensor(BOB[0], dtype=torch.float32))
 
 
 def test_files_are_read_once_on_demand(folder):
-    data = LeafDataModule(str(folder / "nowhere"))  # made without looking
+    data = LeafDataModule(str(folder / "nowhere"))  # not read yet
     with pytest.raises(FederatedError, match=r"there is no .*nowhere.*preprocess.sh.*Or correct train_path"):
         data.setup("fit")
     data = LeafDataModule(str(folder / "train"))

@@ -1,4 +1,4 @@
-"""Quadratics and least squares: the optimum and the dissimilarities are what they are said to be."""
+"""Quadratics and least squares: the optimum and the dissimilarities are as documented."""
 
 import pytest
 import torch

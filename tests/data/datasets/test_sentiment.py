@@ -1,4 +1,4 @@
-"""Sentiment140 in its two true formats, at a small scale."""
+"""Sentiment140 in its two real formats, at a small scale."""
 
 import json
 import logging

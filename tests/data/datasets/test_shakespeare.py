@@ -1,4 +1,4 @@
-"""Speeches are read by role, and windows lie in the right places: in one text, and none over the cut."""
+"""Speeches are read by role. Windows have the right places: within one text, and none across the cut."""
 
 import gzip
 import json
@@ -160,7 +160,7 @@ def test_loaders_fetch_whole_batches(root):
     data = Shakespeare(root, length=4)
     data.setup("fit")
     loader = data.val_dataloader()
-    assert loader.dataset.source is data.val  # indexed a batch at a time; one by one would take ten times as long
+    assert loader.dataset.source is data.val  # read by batches: single reads take ten times as long
     [(x, y)] = loader
     assert (list(x.shape), x.dtype, y.dtype) == ([len(data.val), 4], torch.int64, torch.int64)
     assert windows(TensorDataset(x, y)) == windows(data.val)
@@ -286,7 +286,7 @@ def test_published_plays_match_their_roles():
     if not folder or not Path(folder, "shakespeare", "plays").exists():
         pytest.skip("LIGHTNING_FED_DATA names no folder with shakespeare/plays and shakespeare/by_role.json.gz")
     plays = read_plays("Shakespeare", Path(folder, "shakespeare", "plays"))
-    with gzip.open(Path(folder, "shakespeare", "by_role.json.gz")) as file:  # as another program splits them
+    with gzip.open(Path(folder, "shakespeare", "by_role.json.gz")) as file:  # another program's split
         by_role = json.load(file)
     roles = {f"{play}/{role}": " ".join(said) for play, own in by_role.items() for role, said in own.items()}
     assert (len(plays), len(roles)) == (1334, 1334)

@@ -1,4 +1,4 @@
-"""FedProx's synthetic data: the recipe by its statistics, and beside the published test parts where they are at hand.
+"""FedProx's synthetic data: the statistics of the recipe, and the published test parts if available.
 
 Set ``LIGHTNING_FED_DATA`` to a folder with ``fedprox_synthetic/synthetic_1_1/data/test/mytest.json`` and its like.
 """
@@ -22,7 +22,7 @@ def parts(data):
 
 
 def whole(data):
-    """Return each client's inputs and labels, training and test part together."""
+    """Return each client's inputs and labels, training and test parts together."""
     return [tuple(torch.cat(pair) for pair in zip(*client, strict=True)) for client in parts(data)]
 
 
@@ -32,7 +32,7 @@ def centers(clients):
 
 
 def within(clients):
-    """Return the variance of each feature within clients, over the recipe's."""
+    """Return the variance of each feature within clients, relative to the recipe's."""
     squares = sum((x - x.mean(0)).square().sum(0) for x, _ in clients)
     return squares / sum(len(x) - 1 for x, _ in clients) / VARIANCES
 
@@ -103,7 +103,7 @@ def test_alpha_shifts_all_logits_equally_and_changes_no_label(alpha, beta):
 
 
 def linear_accuracy(x, y):
-    """Return the share of labels that the best logistic regression reproduces on its own training data."""
+    """Return the training accuracy of the best logistic regression."""
     inputs, weight = torch.cat([x, torch.ones(len(x), 1)], dim=1), torch.zeros(61, 10, requires_grad=True)
     solver = torch.optim.LBFGS([weight], max_iter=300, line_search_fn="strong_wolfe")
 
@@ -175,7 +175,7 @@ SETS = {
 
 
 def published(name):
-    """Return the clients' inputs and labels of a published test part, a tenth of each client's examples."""
+    """Return the clients' inputs and labels of a published test part: a tenth of each client's examples."""
     folder = os.environ.get("LIGHTNING_FED_DATA")
     if not folder:
         pytest.skip("LIGHTNING_FED_DATA does not name a folder of data sets")
@@ -189,7 +189,7 @@ def published(name):
 
 @pytest.fixture(scope="module")
 def drawn():
-    """Return test parts of a tenth, drawn five times for every set, where there are published ones."""
+    """Return test parts of a tenth, drawn five times for every set. Skip without published ones."""
     published(next(iter(SETS)))
     return {
         name: [
@@ -213,12 +213,12 @@ def test_sizes_match_the_published_ones(drawn):
 @pytest.mark.parametrize("name", SETS)
 def test_labels_and_inputs_match_the_published_ones(name, drawn):
     theirs, ours = published(name), [part.tensors for part in drawn[name]]
-    # Three standard deviations from draw to draw: 0.15 of a class, and 0.8 where one W decides for all clients.
+    # Three standard deviations between draws. One is 0.15 classes, and 0.8 if all clients share one W.
     bound = 2.4 if name == "synthetic_iid" else 0.45
     assert num_classes([y for _, y in ours]) == pytest.approx(num_classes([y for _, y in theirs]), abs=bound)
     assert within(theirs).sub(1).abs().max() < 0.2  # some 800 examples: a standard error of 0.05 per feature
     assert within(ours).sub(1).abs().max() < 0.2
     spreads = [(centers(c) - centers(c).mean(1, keepdim=True)).std().item() for c in (ours, theirs)]
-    assert spreads[0] == pytest.approx(spreads[1], abs=0.1)  # of v_k: 1, and 0 for the same clients
+    assert spreads[0] == pytest.approx(spreads[1], abs=0.1)  # v_k: 1, and 0 for the same clients
     shifts = [centers(c).mean(1).std().item() for c in (ours, theirs)]
-    assert shifts[0] == pytest.approx(shifts[1], abs=0.3)  # of B_k: beta, from thirty numbers
+    assert shifts[0] == pytest.approx(shifts[1], abs=0.3)  # B_k: beta, from thirty numbers

@@ -164,11 +164,11 @@ def test_corrupt_header_is_rejected_when_reading_a_size(root, how):
         ClientFolder(str(root)).client_size("bob")
 
 
-@pytest.mark.parametrize("method", [99, 14])  # unknown, and one whose stream ends too early
+@pytest.mark.parametrize("method", [99, 14])  # unknown, and one with a truncated stream
 def test_corrupt_compression_is_rejected_when_reading_a_size(root, method):
     path = root / "bob" / "train.npz"
     content = bytearray(path.read_bytes())
-    for signature, offset in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):  # of a file in the archive, and of its entry
+    for signature, offset in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):  # the headers of a file and of its entry
         start = content.find(signature)
         while start >= 0:
             content[start + offset] = method

@@ -1,4 +1,4 @@
-"""What data modules that read files have in common."""
+"""Common behavior of data modules that read files."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Tables with a client column: who the clients are, what is read as a number, and what is refused with its place."""
+"""Tables with a client column: the clients, the conversion to numbers, and refusals with the place of the fault."""
 
 import logging
 import re
@@ -56,7 +56,7 @@ def test_split_column_selects_the_validation_rows(tmp_path):
     assert list(data.client_ids) == ["ann", "bob"]
     assert tensors(data, "ann") == [[[1.0]], [2]]
     assert [tensor.tolist() for tensor in data.val.tensors] == [[[3.0]], [0]]
-    assert [tensor.tolist() for tensor in data.test.tensors] == [[[4.0]], [1]]  # 007 is tested only
+    assert [tensor.tolist() for tensor in data.test.tensors] == [[[4.0]], [1]]  # 007 is only in the test part
     assert list(data.client_val) == ["ann"]
 
 
@@ -202,7 +202,7 @@ def test_validation_rows_depend_on_the_seed(tmp_path):
 
     data = ClientTable(path, "who", "y")
     data.setup("fit")
-    assert data.test is data.val  # there is no other
+    assert data.test is data.val  # the only one
     assert drawn(1) == drawn(1) != drawn(2)
     assert drawn(1) != list(range(10))
 
@@ -406,7 +406,7 @@ def test_missing_pyarrow_raises_at_construction_and_names_the_extra(monkeypatch,
         ClientTable(name, "who", "y")
 
 
-# ---------------------------------------------------------------------- tables as hospitals have them
+# ---------------------------------------------------------------------- tables like those of hospitals
 
 HOSPITAL = """\
 ward;age;sex;stage;weight;smoker;day;outcome
@@ -518,7 +518,7 @@ def test_reserved_word_columns_use_words_of_the_file_or_agreed_ones(tmp_path):
         data.describe_columns()
     agreed = {"ward": ["Eye", "arm", "eye"], "no": ["9", "10"]}
     data.use_words(agreed)
-    agreed["ward"].reverse()  # which is not the table's list
+    agreed["ward"].reverse()  # the table has its own copy
     assert tensors(data, "a")[0] == [[0, 0, 1, 0, 0, 1], [1, 0, 0, 0, 1, 0], [0, 0, 0, 1, 1, 0]]
     assert data.describe_columns()[:3] == ["ward=Eye", "ward=arm", "ward=eye"]
     data.use_words({})

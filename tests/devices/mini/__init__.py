@@ -1,13 +1,13 @@
-"""A device for tests on machines without an accelerator: ``torch.device("mini")``, of which there are two.
+"""Two devices, ``torch.device("mini")``, for tests on machines without an accelerator.
 
 Importing this package builds ``mini.cpp`` (once for each PyTorch; PyTorch caches it by content) and registers it.
-Operators run the CPU's kernels on copies, so results equal the CPU's bit for bit where tensors have the same layout.
-The device is stricter than the CPU in what goes wrong on real accelerators: the CPU cannot touch its memory, tensors of
-several devices do not mix, it has a random stream of its own, it can run out of memory, and it counts kernels, copies
+Operators run the CPU's kernels on copies, so results equal the CPU's bit for bit if tensors have the same layout.
+The device shows faults of real accelerators that the CPU hides. The CPU cannot access its memory, and tensors of
+different devices do not mix. It has its own random stream, and can run out of memory. It also counts kernels, copies
 and host reads.
 
-It is no model of CUDA in these: ``module.to()`` replaces parameters; there are no streams, no cuDNN, no Philox and no
-fused optimizers; and it takes its time.
+It differs from CUDA: ``module.to()`` replaces parameters, it has no streams, cuDNN, Philox or fused optimizers, and it
+is slow.
 """
 
 import hashlib
@@ -70,7 +70,7 @@ def _seed_all(seed: int) -> None:
 
 
 def _register() -> None:
-    """Make ``torch.mini``, with the functions of ``torch.cuda`` that PyTorch, Lightning and lightning_fed call."""
+    """Create ``torch.mini``, with the functions of ``torch.cuda`` that PyTorch, Lightning and lightning_fed call."""
     module: Any = types.ModuleType("torch.mini")
     module.is_available = module.is_initialized = lambda: True
     module.init = module._lazy_init = lambda: None
@@ -111,7 +111,7 @@ def _lstm_cell(
     input_bias: Tensor | None = None,
     hidden_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # PyTorch calls the fused cell on every device but the CPU, which has no such kernel
+    # PyTorch calls the fused cell on every device but the CPU, and the CPU has no kernel for it
     gates = input_gates + hidden_gates
     if input_bias is not None:
         gates = gates + input_bias + hidden_bias
@@ -145,7 +145,7 @@ def _native_batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, ...]:
-    # It moves the running statistics without saying so in its schema: the fallback would not bring them back.
+    # It updates the running statistics in place without declaring it in its schema, so the fallback would lose them.
     args = [None if t is None else t.cpu() for t in (x, weight, bias, mean, var)]
     found = torch.native_batch_norm(*args, training, momentum, eps)
     for own, moved in ((mean, args[3]), (var, args[4])):
@@ -163,11 +163,11 @@ _autocast = torch.library.Library("_", "IMPL")
 _autocast.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
 
 
-class counted:  # noqa: N801  # used as a context, as torch.no_grad is
-    """``with counted() as found: ...`` leaves in ``found`` the kernels, copies and host reads of the block.
+class counted:  # noqa: N801  # a context manager like torch.no_grad
+    """``with counted() as found: ...`` counts the kernels, copies and host reads of the block in ``found``.
 
     Its keys are "kernels" and "kernel NAME", "to device", "to host", "bytes to device", "bytes to host", "copy",
-    "copy between devices", "scalar to host" and "synchronize"; what did not happen is absent.
+    "copy between devices", "scalar to host" and "synchronize". Counts of zero are absent.
     """
 
     def __enter__(self) -> dict[str, int]:
@@ -180,5 +180,5 @@ class counted:  # noqa: N801  # used as a context, as torch.no_grad is
 
 
 def set_limit(index: int, num_bytes: int) -> None:
-    """Let a device have so much memory; 0 takes the limit away."""
+    """Limit a device's memory; 0 removes the limit."""
     core.set_limit(index, num_bytes)

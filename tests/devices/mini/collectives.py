@@ -1,4 +1,4 @@
-"""Collectives on the test device: gloo on copies, refusing what NCCL refuses."""
+"""Collectives on the test device: gloo on copies, with NCCL's restrictions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ LOG: list[tuple[str, torch.dtype, torch.Size]] = []
 
 
 def stage_collectives() -> None:
-    """Let the collectives of torch.distributed take tensors of the test device."""
+    """Let the collectives of torch.distributed accept tensors of the test device."""
     for name in ("all_reduce", "all_gather", "all_to_all_single", "broadcast", "reduce"):
         staged = _staged(name, getattr(dist, name))
         setattr(dist, name, staged)

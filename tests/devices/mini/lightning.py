@@ -44,9 +44,9 @@ class MiniAccelerator(Accelerator):
 
 
 def on_mini(precision: str = "32-true", index: int = 0) -> dict[str, Any]:
-    """Return a trainer's arguments that make it train on the device.
+    """Return a trainer's arguments for training on the device.
 
-    Mixed precision is given as a plugin: Lightning maps "16-mixed" to CUDA unless it knows the device.
+    Mixed precision needs a plugin: Lightning maps "16-mixed" to CUDA for unknown devices.
     """
     strategy = SingleDeviceStrategy(torch.device("mini", index), accelerator=MiniAccelerator())
     if precision.endswith("-mixed"):

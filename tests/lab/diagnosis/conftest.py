@@ -1,4 +1,4 @@
-"""The faulty modules and methods of the tests by the name of a user's module, in a folder without files."""
+"""The tests' faulty modules and methods under the name of a user's module, in an empty folder."""
 
 import sys
 from pathlib import Path

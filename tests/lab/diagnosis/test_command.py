@@ -1,4 +1,4 @@
-"""``lightning-fed diagnose`` as a user types it: what it says of configurations with one thing wrong."""
+"""``lightning-fed diagnose`` on the command line: its output for configurations with one fault."""
 
 from functools import partial
 from pathlib import Path

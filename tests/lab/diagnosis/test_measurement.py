@@ -1,4 +1,4 @@
-"""What is measured of clients, against problems whose constants are known."""
+"""Measurements of clients, on problems with known constants."""
 
 import math
 from typing import Any
@@ -34,14 +34,14 @@ def test_drift_matches_the_closed_form(steps: int) -> None:
     together = -length[2] * 2
     assert m.drift == pytest.approx(abs(apart - together) / (RATE * steps), abs=1e-12)
     assert m.progress == pytest.approx(abs(together) / (RATE * steps))
-    # to first order in the rate it is no more than its bound, which these two clients reach
+    # to first order in the rate, drift is at most its bound; these two clients reach it
     assert steps == 40 or m.drift <= suggest(m, steps, 2, 10, 0.0).drift_bound + 1e-12
 
 
 def test_gradient_equals_the_drift_at_the_fedavg_fixed_point() -> None:
     tiny, G = 1e-4, 10.0  # noqa: N806
     first, second = ((1 - (1 - tiny * a) ** STEPS) / a for a in A)
-    x = (second - first) * G / (first * A[0] + second * A[1])  # where the clients' mean stays
+    x = (second - first) * G / (first * A[0] + second * A[1])  # the fixed point of the clients' mean
     data = Quadratics(a=A, G=G)
     m = measured(Quadratic(x0=x, lr=tiny), data)
     assert m.gradient == pytest.approx(m.drift, rel=1e-3)

@@ -55,7 +55,7 @@ OF_OWN = {
     "FedRep",
     "LGFedAvg",
     "PFedMe",
-}  # in which clients have models of their own
+}  # their clients have personal models
 
 
 ENGINES = ["sequential", "vectorized"]

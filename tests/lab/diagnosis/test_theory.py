@@ -1,4 +1,4 @@
-"""What the papers' theory makes of the clients' constants."""
+"""Results of the papers' theory for the clients' constants."""
 
 import math
 

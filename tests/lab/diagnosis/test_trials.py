@@ -1,4 +1,4 @@
-"""Rounds at several step sizes, from any start, without a trace."""
+"""Rounds at several step sizes, from any start, without side effects."""
 
 from pathlib import Path
 

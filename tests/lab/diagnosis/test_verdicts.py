@@ -1,4 +1,4 @@
-"""What the numbers of a configuration with one thing wrong say is the matter."""
+"""Verdicts on the numbers of a configuration with one fault."""
 
 import math
 from typing import Any
@@ -47,7 +47,7 @@ def test_drift_is_named_and_disappears_with_its_remedy() -> None:
     assert cured["measured"]["drift"] == report["measured"]["drift"]
 
 
-@pytest.mark.thorough  # the verdict is tested below, and that a run looks at labels with the drift
+@pytest.mark.thorough  # tests below cover the verdict; the drift's test covers reading labels
 def test_imbalanced_classes_are_named() -> None:
     report = diagnose(data={"class_path": "mine.Rare", "init_args": {"num_clients": 6}})
     assert causes(report)["the classes are imbalanced"] == "likely"
@@ -116,7 +116,7 @@ def test_each_cause_follows_from_its_numbers() -> None:
     assert found(drift=0.6) == {"clients drift": "likely"}
     assert found(Scaffold(), drift=0.6) == {"nothing stands out": "possible"}
     assert found(batches=2.0) == found(drawing=2.0) == {"noise dominates": "possible"}
-    assert found(Scaffold(), drawing=2.0) == {"nothing stands out": "possible"}  # it knows each client's gradient
+    assert found(Scaffold(), drawing=2.0) == {"nothing stands out": "possible"}  # it keeps each client's gradient
     assert found(global_entropy=2.5) == {"the classes are imbalanced": "possible"}
     assert found(global_entropy=1.0) == {"the classes are imbalanced": "likely"}
     assert found(label_distance=0.8) == {"the classes are imbalanced among the clients": "possible"}
