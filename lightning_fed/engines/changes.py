@@ -498,7 +498,8 @@ def kept_between_clients(module: nn.Module, callbacks: Iterable[object]) -> dict
             if not is_computed and not isinstance(part, METRICS) and not value.is_nested:
                 note("tensor", name, value.shape, numbers_in(value))
         elif isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and _is_own(cls):
-            note("number", name, None, value)
+            if not (isinstance(part, Metric) and name.endswith("._update_count")):  # which torchmetrics keeps
+                note("number", name, None, value)
         elif isinstance(value, _GENERATORS) and (state := _state_of(value)) is not None:
             note("generator", name, None, pickle.dumps(state[0]))
     own = {id(value) for _, value in own_tensors(parts)}
