@@ -97,7 +97,8 @@ class GradientPass:
             for p, grad in zip(self.flat.params, grads, strict=True):
                 p.grad = grad
             self.flat.bind()
-            trainer.loggers, module._current_fx_name = loggers, hook
+            trainer.loggers = loggers
+            module.__dict__["_current_fx_name"] = hook  # an assignment would use the slow nn.Module.__setattr__
 
     def add(self, point: Sequence[Tensor], batch: Any, batch_idx: int, out: Vector, scale: float) -> None:
         """Add ``scale`` times the gradient at a point on one prepared batch to ``out`` [P], or [P + Q].
