@@ -23,6 +23,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.algorithms.base_optimizers import BaseOptimizer
+from lightning_fed.core.plain import bytes_of
 
 PASSING = frozenset({"log", "log_dict", "_trainer", "_current_fx_name", "_metric_attributes"})
 """Module attributes that Lightning and this package set and reset."""
@@ -460,12 +461,7 @@ def numbers_in(tensor: Tensor) -> Any:
 
 def sample_of(tensor: Tensor) -> Tensor:
     """Return the bytes of all numbers of a tensor, or of a sample if it is large."""
-    return _bytes_of(tensor.detach().reshape(-1)[:: 1 if tensor.numel() <= _SMALL else tensor.numel() // _MOST])
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return the bytes of all numbers of a tensor; conjugate and negative views are resolved."""
-    return tensor.resolve_conj().resolve_neg().contiguous().view(torch.uint8)
+    return bytes_of(tensor.detach().reshape(-1)[:: 1 if tensor.numel() <= _SMALL else tensor.numel() // _MOST])
 
 
 def _has_other_numbers(tensor: Tensor, numbers: Any, copied: Tensor | None) -> bool:
@@ -473,7 +469,7 @@ def _has_other_numbers(tensor: Tensor, numbers: Any, copied: Tensor | None) -> b
     if numbers_in(tensor) != numbers:
         return True
     is_compared = tensor.numel() <= _SMALL or tensor.layout != torch.strided or tensor.device.type == "meta"
-    return not is_compared and copied is not None and not torch.equal(*map(_bytes_of, (tensor.detach(), copied)))
+    return not is_compared and copied is not None and not torch.equal(*map(bytes_of, (tensor.detach(), copied)))
 
 
 # ------------------------------------------------------------------ state that goes from one client to the next
@@ -498,7 +494,8 @@ def kept_between_clients(module: nn.Module, callbacks: Iterable[object]) -> dict
             if not is_computed and not isinstance(part, METRICS) and not value.is_nested:
                 note("tensor", name, value.shape, numbers_in(value))
         elif isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and _is_own(cls):
-            note("number", name, None, value)
+            if not (isinstance(part, Metric) and name.endswith("._update_count")):  # which torchmetrics keeps
+                note("number", name, None, value)
         elif isinstance(value, _GENERATORS) and (state := _state_of(value)) is not None:
             note("generator", name, None, pickle.dumps(state[0]))
     own = {id(value) for _, value in own_tensors(parts)}

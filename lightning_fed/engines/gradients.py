@@ -70,6 +70,7 @@ class GradientPass:
         """
         module, trainer = self.trainer.lightning_module, self.trainer
         loggers, trainer.loggers = trainer.loggers, self._logger
+        hook = module._current_fx_name  # Lightning does not reset it if the code inside fails
         grads = [p.grad for p in self.flat.params]
         # a step may have assigned another tensor since the fit began
         buffers = [(owner, name, held_by(owner, name)) for owner, name in self._buffers]
@@ -97,6 +98,7 @@ class GradientPass:
                 p.grad = grad
             self.flat.bind()
             trainer.loggers = loggers
+            module.__dict__["_current_fx_name"] = hook  # an assignment would use the slow nn.Module.__setattr__
 
     def add(self, point: Sequence[Tensor], batch: Any, batch_idx: int, out: Vector, scale: float) -> None:
         """Add ``scale`` times the gradient at a point on one prepared batch to ``out`` [P], or [P + Q].

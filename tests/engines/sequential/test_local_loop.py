@@ -211,6 +211,31 @@ def test_step_that_reads_global_step_warns_once(module: Any, engine: str) -> Non
     assert len([one for one in told if "global_step" in str(one.message)]) == 1
 
 
+STARTS: list[int] = []
+
+
+class StartsOnce(Ordinary):
+    """Fails if its first step is repeated, as the trial steps that look for reads of old attributes do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind: str | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.kind is None:
+            assert not STARTS
+            STARTS.append(batch_idx)
+            self.kind = "started"
+        return super().training_step(batch, batch_idx)
+
+
+def test_callbacks_can_read_global_step_after_a_failed_trial_step(tmp_path: Path) -> None:
+    STARTS.clear()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*reads global_step")
+        run("sequential", StartsOnce, callbacks=[ModelCheckpoint(dirpath=tmp_path)], enable_checkpointing=True)
+
+
 def test_round_hooks_and_callbacks_can_read_global_step(tmp_path: Path) -> None:
     callbacks = [ModelCheckpoint(dirpath=tmp_path), LearningRateMonitor()]
     with warnings.catch_warnings():
