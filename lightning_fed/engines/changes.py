@@ -34,6 +34,7 @@ INTERNAL = frozenset(vars(nn.Module()))
 METRICS = (Metric, MetricCollection)
 """Modules whose attributes evaluation resets; their updates are counted instead."""
 
+_METRIC_COUNTS = ("_update_count", "_computed", "_forward_cache")  # of a metric, in addition to its state
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _OPAQUE = (type, nn.Module, types.ModuleType, *_FUNCTIONS, logging.Logger)  # a logger caches its enabled levels
 _GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
@@ -128,6 +129,31 @@ def attributes_of(module: nn.Module) -> "Snapshot":
 def _is_own(cls: type) -> bool:
     """Return whether a class is user-defined."""
     return cls.__module__.partition(".")[0] not in (*_FOREIGN, "builtins")
+
+
+# ------------------------------------------------------------------ metrics
+
+
+def metric_state(metric: Metric) -> dict[str, Any]:
+    """Return a copy of a metric's state and counts, and of the results that it keeps."""
+    return copy_state({name: vars(metric)[name] for name in (*metric.metric_state, *_METRIC_COUNTS)})
+
+
+def copy_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a metric's state. Its tensors may have a graph, which ``deepcopy`` does not take."""
+    return {
+        name: value.detach().clone() if isinstance(value, Tensor) else list(value) if isinstance(value, list) else value
+        for name, value in state.items()
+    }
+
+
+def copy_metric(metric: Metric | MetricCollection) -> Any:
+    """Return a copy of a metric, a wrapper of metrics or a collection, whatever values they have seen."""
+    memo: dict[int, Any] = {}  # what deepcopy takes as copied
+    for part in metric.modules():
+        if isinstance(part, Metric):
+            memo |= {id(vars(part)[name]): copied for name, copied in metric_state(part).items()}
+    return copy.deepcopy(metric, memo)
 
 
 # ------------------------------------------------------------------ parts of a value
