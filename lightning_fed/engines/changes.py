@@ -524,8 +524,9 @@ def kept_between_clients(module: nn.Module, callbacks: Iterable[object]) -> dict
             is_computed = isinstance(value, nn.Parameter) or value.grad_fn is not None  # by weight_norm, say
             if not is_computed and not isinstance(part, METRICS) and not value.is_nested:
                 note("tensor", name, value.shape, numbers_in(value))
-        elif isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and _is_own(cls):
-            note("number", name, None, value)
+        elif isinstance(value, (int, float, np.number)) and not isinstance(value, bool):
+            if _is_own(cls) and not isinstance(part, METRICS):
+                note("number", name, None, value)
         elif isinstance(value, _GENERATORS) and (state := _state_of(value)) is not None:
             note("generator", name, None, pickle.dumps(state[0]))
         elif isinstance(value, LRScheduler):

@@ -12,6 +12,7 @@ import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
 from lightning_fed import FederatedCallback, FederatedDataModule
 from lightning_fed.algorithms import FedAvg, FedProx, Mime, Scaffold, SGDm
@@ -268,6 +269,29 @@ def test_numbers_carried_across_clients_warn_once() -> None:
     with pytest.warns(UserWarning, match="Counts changes a number in its attribute") as told:
         run("sequential", Counts)
     assert [str(one.message).split("'")[1] for one in told if "a number" in str(one.message)] == ["seen", "mean"]
+
+
+class OwnMetric(MeanMetric):
+    """A metric of the user's."""
+
+
+class Measures(Ordinary):
+    """Updates a metric of its own class, whose count of updates is a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.measured = OwnMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.measured(loss)
+        return loss
+
+
+def test_updates_of_a_users_metric_do_not_warn() -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*changes a number")
+        run("sequential", Measures)
 
 
 class Registers(Ordinary):
