@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pytorch_lightning.callbacks import GradientAccumulationScheduler, LearningRateMonitor, ModelCheckpoint
+from pytorch_lightning.callbacks import Callback, GradientAccumulationScheduler, LearningRateMonitor, ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.plugins.precision import MixedPrecision
 from torch import Tensor
@@ -189,6 +189,28 @@ class WarmsUp(Ordinary):
         super().optimizer_step(*args)
 
 
+class DecaysMore(Ordinary):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        optimizer.param_groups[0]["weight_decay"] = 0.01 * (1 + self.global_step)
+
+
+class SlowsDown(Ordinary):
+    momentum = 0.9
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.momentum = 1 - 0.1 / (1 + self.trainer.global_step)
+
+
+class HasOwnHook(Ordinary):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+class ReadsInCallback(Callback):
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        assert trainer.global_step == trainer.current_epoch
+
+
 class ReadsElsewhere(Ordinary):
     def on_train_epoch_start(self) -> None:
         assert self.global_step == self.current_epoch
@@ -202,11 +224,13 @@ class ReadsElsewhere(Ordinary):
     [
         (Anneals, "sequential"),
         (WarmsUp, "sequential"),
+        (DecaysMore, "sequential"),
+        (SlowsDown, "sequential"),
         pytest.param(Anneals, "vectorized", marks=pytest.mark.thorough),
     ],
 )
 def test_step_that_reads_global_step_warns_once(module: Any, engine: str) -> None:
-    with pytest.warns(UserWarning, match=rf"{module.__name__}\.\w+_step reads global_step") as told:
+    with pytest.warns(UserWarning, match=rf"{module.__name__}\.\w+ reads global_step") as told:
         run(engine, module, max_rounds=2)
     assert len([one for one in told if "global_step" in str(one.message)]) == 1
 
@@ -242,3 +266,4 @@ def test_round_hooks_and_callbacks_can_read_global_step(tmp_path: Path) -> None:
         warnings.filterwarnings("error", message=".*reads global_step")
         logger = CSVLogger(tmp_path)
         run("sequential", ReadsElsewhere, callbacks=callbacks, logger=logger, enable_checkpointing=True)
+        run("sequential", HasOwnHook, callbacks=ReadsInCallback())
