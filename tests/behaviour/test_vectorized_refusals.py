@@ -121,6 +121,11 @@ def by_progress(module: Any, loss: Tensor, batch: Any) -> Tensor:
     return loss * module.trainer.fit_loop.epoch_loop.batch_progress.total.ready
 
 
+def by_moments(module: Any, loss: Tensor, batch: Any) -> Tensor:
+    state = module.optimizers().state
+    return loss * (1 + sum(float(state[p]["momentum_buffer"].norm()) for p in module.parameters() if p in state))
+
+
 def log_gradient(module: Any, loss: Tensor, batch: Any) -> Tensor:
     module.log("gradient", sum((p.grad.norm() for p in module.parameters() if p.grad is not None), torch.zeros(())))
     return loss
@@ -164,6 +169,7 @@ STEPS: dict[str, tuple[Callable[..., Any], str]] = {
     "the last batch": (weigh_last, "no value for trainer.is_last_batch in training_step"),
     "the position": (by_position, "no value for batch_idx, total_batch_idx and batch_progress"),
     "the progress": (by_progress, "no value for batch_idx, total_batch_idx and batch_progress"),
+    "the optimizer's state": (by_moments, "no value for the optimizer's state"),
     "the last gradient": (
         log_gradient,
         r"another value to self.log\('gradient', ...\).*reads the gradients of the step",
@@ -255,7 +261,8 @@ class WithMaxNorm(Ordinary):
 
 
 def test_auto_runs_rejected_modules_with_sequential_engine() -> None:
-    for make in (WithMaxNorm, partial(Step, by_length), partial(Step, log_twice), partial(WithHook, "register_hook")):
+    steps = [partial(Step, step) for step in (by_length, by_moments, log_twice)]
+    for make in (WithMaxNorm, *steps, partial(WithHook, "register_hook")):
         ends = []
         for engine in ("sequential", "auto"):
             t = trainer(engine=engine, max_rounds=2)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from numbers import Real
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -94,14 +94,24 @@ class OwnStreams(TorchFunctionMode):
 
 
 class _OfOneClient:
-    """A placeholder for numbers that differ between clients; raises an error if one is read."""
+    """A placeholder for values that differ between clients; raises an error if one is read."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __init__(self, what: str, remedy: str) -> None:
+        self._what, self._remedy = what, remedy
+
+    def _refuse(self, *_: Any) -> NoReturn:
         raise FederatedError(
-            "engine='vectorized' has no value for batch_idx, total_batch_idx and batch_progress of trainer.fit_loop in"
-            " training_step: clients are run at once, and these differ from one to another. Use the argument batch_idx"
-            " of training_step, or engine='sequential'."
+            f"engine='vectorized' has no value for {self._what} in training_step: clients are run at once, and these"
+            f" differ from one to another. {self._remedy}, or use engine='sequential'."
         )
+
+    __getattr__ = __getitem__ = __contains__ = __iter__ = __len__ = _refuse
+
+
+_PROGRESS = _OfOneClient(
+    "batch_idx, total_batch_idx and batch_progress of trainer.fit_loop", "Use the argument batch_idx of training_step"
+)
+_OPTIMIZER_STATE = _OfOneClient("the optimizer's state, such as Adam's moments", "Let the step read other values")
 
 
 class _Step(nn.Module):
@@ -136,6 +146,7 @@ class ModuleStep:
         self.sizes: Sizes = {}  # batch sizes of values logged in the last call
         self._values: dict[str, Tensor] = {}  # values logged in the last call
         self._unused: dict[Any, frozenset[int]] = {}  # unused parameters, by the shapes of a step
+        self._optimizer: Any = None  # the local optimizer, while its state must not be read
         self._times_outdated = 0
         self._has_looked = False  # whether Python's and NumPy's generators were checked in this round
         self._has_listened = False  # whether the step's streams were checked in this round
@@ -208,13 +219,20 @@ class ModuleStep:
         arguments = (batch, batch_idx) if self._takes_index else (batch,)
         values = self._values = {}
         self.sizes = {}
-        with self.context():
-            if parameters is None:
-                output = self.module.training_step(*arguments)
-            else:
-                # PyTorch's search for ties would swap a module with two names twice, which leaves the tensors of
-                # the call in place of its parameters
-                output = functional_call(self._call, parameters, arguments, tie_weights=False)
+        optimizer, state = self._optimizer, None
+        if optimizer is not None:
+            state, optimizer.state = optimizer.state, _OPTIMIZER_STATE
+        try:
+            with self.context():
+                if parameters is None:
+                    output = self.module.training_step(*arguments)
+                else:
+                    # PyTorch's search for ties would swap a module with two names twice, which leaves the tensors of
+                    # the call in place of its parameters
+                    output = functional_call(self._call, parameters, arguments, tie_weights=False)
+        finally:
+            if optimizer is not None:
+                optimizer.state = state
         loss = output.get("loss") if isinstance(output, dict) else output
         if not isinstance(loss, Tensor):
             raise OnlySequentialError(
@@ -360,15 +378,20 @@ class ModuleStep:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Inside, collect the arguments of ``self.log`` instead of logging, and refuse reads of the batch progress."""
+        """Inside, collect the arguments of ``self.log`` instead of logging.
+
+        Steps that read the batch progress or the optimizer's state raise an error.
+        """
         attributes, loop = self.module.__dict__, self.trainer.fit_loop
         own, several = attributes.pop("log", None), loop.runs_several
         attributes["log"], loop.runs_several = self._log, True
         steps: Any = loop.epoch_loop
-        progress, steps.batch_progress = steps.batch_progress, _OfOneClient()
+        progress, steps.batch_progress = steps.batch_progress, _PROGRESS
+        self._optimizer = self.trainer.optimizers[0].base
         try:
             yield
         finally:
+            self._optimizer = None
             steps.batch_progress, loop.runs_several = progress, several
             del attributes["log"]
             if own is not None:
