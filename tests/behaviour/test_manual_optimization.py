@@ -88,6 +88,28 @@ class Gan(pl.LightningModule):
         return torch.optim.SGD(self.generator.parameters(), lr=0.1), of_critic
 
 
+class Freezes(Gan):
+    """Freezes the critic while the generator trains, and leaves it frozen."""
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+        of_generator, of_critic = self.optimizers()  # type: ignore[misc]
+        parts = (of_critic, True, False), (of_generator, False, True)
+        for (optimizer, *trains), loss in zip(parts, self.losses(batch), strict=True):
+            for part, is_on in zip((self.critic, self.generator), trains, strict=True):
+                part.requires_grad_(is_on)
+            optimizer.zero_grad()
+            self.manual_backward(loss())
+            optimizer.step()
+
+
+class StepsFrozen(Gan):
+    """Steps the optimizer of a layer that it froze: with a method's correction, the layer would move."""
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+        self.critic[2].requires_grad_(False)
+        super().training_step(batch, batch_idx)
+
+
 def points(size: int, seed: int) -> TensorDataset:
     stream = torch.Generator().manual_seed(seed)
     x = torch.randn(size, 2, generator=stream, dtype=torch.float64) + seed
@@ -254,6 +276,20 @@ def test_manually_stepped_schedules_advance_per_round_and_resume(tmp_path: Path)
         trained(seeded(EachBatch), FedAvg())
 
 
+@pytest.mark.parametrize("method", [FedAvg(), Scaffold()], ids=["FedAvg", "Scaffold"])
+def test_step_may_leave_the_part_frozen_that_does_not_step(method: Algorithm) -> None:
+    whole = trained(seeded(Gan), method, max_rounds=2)
+    module = seeded(Freezes)
+    assert torch.equal(trained(module, method, max_rounds=2), whole)
+    assert all(p.requires_grad for p in module.parameters())
+
+
+def test_frozen_layer_that_a_correction_would_move_is_rejected() -> None:
+    trained(seeded(StepsFrozen), FedAvg(), max_rounds=1)
+    with pytest.raises(FederatedError, match=r"has frozen the parameter 'critic\.2\.weight'"):
+        trained(seeded(StepsFrozen), Scaffold(), max_rounds=1)
+
+
 def test_client_without_a_step_is_rejected_if_steps_are_needed() -> None:
     trained(seeded(Gan, every=9), FedAvg())
     with pytest.raises(FederatedError, match=r"took no step for this client \(SGD: 0, SGD: 5\), and Scaffold reads"):
@@ -263,7 +299,9 @@ def test_client_without_a_step_is_rejected_if_steps_are_needed() -> None:
         def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
             return Net.training_step(self, batch, batch_idx)
 
-    with pytest.raises(FederatedError, match="no optimizer took a step with a gradient. Call self.manual_backward"):
+    with pytest.raises(
+        FederatedError, match="no optimizer took a step with a gradient. Call self.manual_backward.*has too few"
+    ):
         fit(seeded(Still))
 
 

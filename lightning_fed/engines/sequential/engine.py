@@ -124,6 +124,8 @@ class SequentialEngine(Engine):
                     self._train(inputs, plan)
             finally:
                 _, stepped = options.take_back()
+                for p in self.flat.params if self.prepared.steps_itself else ():
+                    p.requires_grad_(True)  # a GAN's step may leave its critic frozen
             if stepped is not None:
                 raise stepped_schedule(self.trainer.lightning_module, stepped)
             self.flat.gather()
@@ -297,7 +299,9 @@ class SequentialEngine(Engine):
         if self.prepared.steps_itself:
             raise ClientError(
                 "training_step uses manual optimization, and no optimizer took a step with a gradient. Call"
-                " self.manual_backward(loss) and step() of what self.optimizers() returns."
+                " self.manual_backward(loss) and step() of what self.optimizers() returns. If training_step steps after"
+                " several batches, this client has too few: step when self.trainer.is_last_batch, too, or set"
+                " on_client_error='drop'."
             )
         if len(numbers.losses):
             raise ClientError(

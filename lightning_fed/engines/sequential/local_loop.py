@@ -1,5 +1,6 @@
 """Lightning's training epoch loop and automatic optimization, reused for each client."""
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -43,6 +44,16 @@ from lightning_fed.strategies.ddp import split_of
 from lightning_fed.strategies.split import NO_EXAMPLES, BatchSplit
 
 _NO_CONTEXT = nullcontext()
+
+_OF_BATCHES = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+)
+"""Hooks of every batch that callbacks have, too."""
 
 
 class ClientOptimization(_AutomaticOptimization):
@@ -279,7 +290,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
         """Warn if a client's step reads the number of rounds, which does not change from one step to the next."""
         module, several = self.trainer.lightning_module, self.trainer.fit_loop.runs_several
         hook = "training_step" if several else getattr(module, "_current_fx_name", None)
-        if hook in ("training_step", "optimizer_step"):
+        if hook in ("training_step", "optimizer_step") or (hook in _OF_BATCHES and _is_running(module, hook)):
             self._has_warned_of_step = True
             rank_zero_warn(
                 f"{type(module).__name__}.{hook} reads global_step, which is the number of completed rounds: it is the"
@@ -435,3 +446,12 @@ class ClientEpochLoop(_TrainingEpochLoop):
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         """Load nothing."""
+
+
+def _is_running(module: pl.LightningModule, hook: str) -> bool:
+    """Return whether the module's own hook is being called, and not a callback's or a logger's of the same name."""
+    code = getattr(inspect.unwrap(getattr(type(module), hook)), "__code__", None)
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None

@@ -189,9 +189,23 @@ class WarmsUp(Ordinary):
         super().optimizer_step(*args)
 
 
+class Averages(Ordinary):
+    """Reads the step in a hook that callbacks have, too."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.after_batch()
+
+    def after_batch(self) -> None:
+        assert self.global_step == self.current_epoch
+
+
 class ReadsElsewhere(Ordinary):
     def on_train_epoch_start(self) -> None:
         assert self.global_step == self.current_epoch
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Read nothing, while a callback's hook of this name does."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("rounds", float(self.global_step))
@@ -202,11 +216,12 @@ class ReadsElsewhere(Ordinary):
     [
         (Anneals, "sequential"),
         (WarmsUp, "sequential"),
+        (Averages, "sequential"),
         pytest.param(Anneals, "vectorized", marks=pytest.mark.thorough),
     ],
 )
 def test_step_that_reads_global_step_warns_once(module: Any, engine: str) -> None:
-    with pytest.warns(UserWarning, match=rf"{module.__name__}\.\w+_step reads global_step") as told:
+    with pytest.warns(UserWarning, match=rf"{module.__name__}\.\w+ reads global_step") as told:
         run(engine, module, max_rounds=2)
     assert len([one for one in told if "global_step" in str(one.message)]) == 1
 
