@@ -47,8 +47,9 @@ _KEPT = {
     ),
     "callback": (
         "The callback's attribute {name} changes its tensors while a client trains. It goes from one client to the"
-        " next. For a moving average of the server's models, change it in on_train_epoch_end. Otherwise keep a value"
-        " for each client, or set it in on_client_start."
+        " next. For a moving average of the server's models, change it in on_train_epoch_end; if the validation uses"
+        " it, take it out of the model in on_validation_end. Otherwise keep a value for each client, or set it in"
+        " on_client_start."
     ),
     "number": (
         "{module} changes a number in its attribute {name!r} while a client trains. It goes from one client to the"
@@ -146,7 +147,8 @@ class SequentialEngine(Engine):
                 raise FederatedError(
                     f"{type(self.trainer.lightning_module).__name__}.training_step returned None for every batch, and"
                     " stepped the optimizer itself, so the client's loss is not known. Return the loss, and leave"
-                    " backward(), step() and zero_grad() to the trainer."
+                    " backward(), step() and zero_grad() to the trainer. Or set self.automatic_optimization = False in"
+                    " __init__, if the step computes gradients in its own way."
                 )
             run = self._run_record(inputs, plan, client, local, work)
             update = self.algorithm.finish(self.flat.y, run)
