@@ -24,7 +24,9 @@ from torchmetrics import Metric, MetricCollection
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.algorithms.base_optimizers import BaseOptimizer
 
-PASSING = frozenset({"log", "log_dict", "_trainer", "_current_fx_name", "_metric_attributes"})
+PASSING = frozenset(
+    {"log", "log_dict", "_trainer", "_current_fx_name", "_metric_attributes", "_param_requires_grad_state"}
+)
 """Module attributes that Lightning and this package set and reset."""
 
 INTERNAL = frozenset(vars(nn.Module()))

@@ -1,6 +1,7 @@
 """Modules that step one or several optimizers themselves train like others: same numbers, same guarantees."""
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from lightning_fed.algorithms import (
 )
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.callbacks import GradientDissimilarity
+from lightning_fed.engines.sequential.engine import SequentialEngine
 from lightning_fed.server import ClientPrivacy, OortSampler, PowerOfChoiceSampler
 from tests.helpers.processes import in_processes
 from tests.helpers.training import QUIET, Net, data, fit, parameters, same, seeded, trainer
@@ -108,6 +110,43 @@ class StepsFrozen(Gan):
     def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
         self.critic[2].requires_grad_(False)
         super().training_step(batch, batch_idx)
+
+
+class Pool(Gan):
+    """Shows its critic earlier batches, too, as the pool of pictures in CycleGAN does."""
+
+    reads = True
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(adam=True, **kwargs)
+        self.pool: list[Tensor] = []
+
+    def losses(self, batch: Sequence[Tensor]) -> Iterator[Callable[[], Tensor]]:
+        self.pool = [*self.pool, batch[0]][-2:]
+        yield from super().losses([torch.cat(self.pool) if self.reads else batch[0], batch[1]])
+
+
+class OnlyNotes(Pool):
+    reads = False
+
+
+class InnerOptimizer(Pool):
+    """Has an optimizer of its own, whose state a trial step would change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.optim.Adam([torch.zeros(1, requires_grad=True)])
+
+
+class Counts(pl.Callback):
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def on_before_backward(self, *_: Any) -> None:
+        self.calls += 1
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.calls += 1
 
 
 def points(size: int, seed: int) -> TensorDataset:
@@ -282,6 +321,19 @@ def test_step_may_leave_the_part_frozen_that_does_not_step(method: Algorithm) ->
     module = seeded(Freezes)
     assert torch.equal(trained(module, method, max_rounds=2), whole)
     assert all(p.requires_grad for p in module.parameters())
+
+
+def test_state_that_a_step_reads_from_the_last_client_warns(monkeypatch: Any) -> None:
+    counts = Counts(), Counts()
+    with pytest.warns(UserWarning, match="Pool.training_step reads what earlier steps have left in 'pool'"):
+        found = trained(seeded(Pool), Scaffold(), max_rounds=1, callbacks=[counts[0]])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*earlier steps have left")
+        for silent in (OnlyNotes, InnerOptimizer):
+            trained(seeded(silent), FedAvg(), max_rounds=1)
+    monkeypatch.setattr(SequentialEngine, "_check_read", lambda *_: None)
+    assert torch.equal(trained(seeded(Pool), Scaffold(), max_rounds=1, callbacks=[counts[1]]), found)
+    assert counts[0].calls == counts[1].calls
 
 
 def test_frozen_layer_that_a_correction_would_move_is_rejected() -> None:
