@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from lightning_fed.core.devices import narrowed, widened
+from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import State
 
 
@@ -33,11 +34,21 @@ class Buffers:
         self.personal = personal
         self.kept = frozenset(owners) if mode == "local" else personal
         self.owners = dict(owners)
+        self._shapes = dict[str, torch.Size]()  # of the first values
         self.server = self.read()
 
     def read(self) -> State:
-        """Return copies of the module's current buffers."""
-        return {name: held_by(owner, key).detach().clone() for name, (owner, key) in self.owners.items()}
+        """Return copies of the module's current buffers; raise if one has changed its shape."""
+        values = {name: held_by(owner, key).detach().clone() for name, (owner, key) in self.owners.items()}
+        for name, value in values.items():
+            if value.shape != self._shapes.setdefault(name, value.shape):
+                raise FederatedError(
+                    f"The buffer {name!r} has changed its shape from {list(self._shapes[name])} to {list(value.shape)}."
+                    " All clients start from the server's buffers, which are the mean of theirs, so they need one"
+                    " shape. If every step makes the buffer again, register it as None, with"
+                    " persistent=False, and fit a module that has not run before."
+                )
+        return values
 
     @torch.no_grad()
     def write(self, values: State) -> None:
@@ -54,10 +65,13 @@ def held_by(owner: nn.Module, key: str) -> torch.Tensor:
 def overwrite(owner: nn.Module, key: str, value: torch.Tensor) -> None:
     """Set a buffer, by the module's name for it, to a copy of a value, in place if possible.
 
-    Elements of an expanded tensor share memory and cannot be written, so such a buffer is replaced.
+    Elements of an expanded tensor share memory and cannot be written, so such a buffer is replaced. So is one of
+    another shape.
     """
     buffer = held_by(owner, key)
-    if any(size > 1 and step == 0 for size, step in zip(buffer.shape, buffer.stride(), strict=True)):
+    if buffer.shape != value.shape or any(
+        size > 1 and step == 0 for size, step in zip(buffer.shape, buffer.stride(), strict=True)
+    ):
         setattr(owner, key, value.clone())
     else:
         buffer.copy_(value)

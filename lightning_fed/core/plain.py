@@ -65,9 +65,15 @@ def _plain(value: Any) -> Any:
 
 
 def _checksum(value: Any) -> str:
-    flat = torch.as_tensor(value).detach().cpu().contiguous()
-    checksum = zlib.crc32(flat.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return f"tensor {list(flat.shape)} of {flat.dtype} with the checksum {checksum}"
+    tensor = torch.as_tensor(value).detach().cpu()
+    checksum = zlib.crc32(bytes_of(tensor).numpy().tobytes())
+    return f"tensor {list(tensor.shape)} of {tensor.dtype} with the checksum {checksum}"
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of all numbers of a tensor, in one dimension; conjugate and negative views are resolved."""
+    flat = tensor.resolve_conj().resolve_neg().contiguous()
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # contiguous() ignores the stride of a size of 1
 
 
 def _name(owner: Any) -> str:

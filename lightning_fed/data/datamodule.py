@@ -451,9 +451,11 @@ class FederatedDataModule(NamesUnset, pl.LightningDataModule):
     def train_dataloader(self) -> NoReturn:
         """Raise, since each client has its own loader."""
         raise FederatedError(
-            f"{type(self).__name__} has one loader for each client: train with FederatedTrainer. For a centralised"
-            " baseline give Trainer.fit a DataLoader of the undivided training set. For the length of a schedule,"
-            " configure_optimizers can use trainer.estimated_stepping_batches."
+            f"{type(self).__name__} has no train_dataloader(), but one loader for each client. Train with"
+            " FederatedTrainer. For a centralised baseline give Trainer.fit a DataLoader of the undivided training set."
+            " If the module calls it, override the hook that does: sum(map(data.client_size, data.client_ids)) is the"
+            " number of examples, data.client_dataset(client_id) has those of a client, and"
+            " trainer.estimated_stepping_batches is the length of a schedule."
         )
 
     @_defined_with_val

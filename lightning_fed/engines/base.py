@@ -1,6 +1,5 @@
 """The interface of engines: their inputs and results, and gradients without side effects."""
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,13 +17,12 @@ from lightning_fed.core.tracked_state import TrackedState
 from lightning_fed.core.types import State, Vector
 from lightning_fed.data.batches.batches import ClientBatches
 from lightning_fed.engines.batch_hooks import has_transfer_hooks
+from lightning_fed.engines.changes import copy_state, metric_state
 from lightning_fed.engines.client_errors import FULL_GRADIENT, NamesClient
 from lightning_fed.engines.gradients import GradientPass
 from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.server.client_states.store import clone_rows
 from lightning_fed.server.participation import Participant
-
-_METRIC_COUNTS = ("_update_count", "_computed", "_forward_cache")  # counts of a metric object, in addition to its state
 
 
 class OnlySequentialError(FederatedError):
@@ -270,16 +268,13 @@ class Engine(ABC):
         """Return a function that undoes later logging of clients, and cleans up after a failed client."""
         module, results = self.trainer.lightning_module, self.trainer.fit_loop.epoch_loop._results
         undo_results, hook = results.savepoint(), module._current_fx_name
-        metrics = [
-            (metric, copy.deepcopy({name: vars(metric)[name] for name in (*metric.metric_state, *_METRIC_COUNTS)}))
-            for metric in self._metrics
-        ]
+        metrics = [(metric, metric_state(metric)) for metric in self._metrics]
 
         def undo() -> None:
             undo_results()
             module._current_fx_name = hook
             for metric, state in metrics:
-                vars(metric).update(copy.deepcopy(state))
+                vars(metric).update(copy_state(state))
             for p in self.flat.params:
                 p.grad = None
 

@@ -19,10 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric, MetricCollection
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.algorithms.base_optimizers import BaseOptimizer
+from lightning_fed.core.plain import bytes_of
 
 PASSING = frozenset(
     {"log", "log_dict", "_trainer", "_current_fx_name", "_metric_attributes", "_param_requires_grad_state"}
@@ -35,6 +37,7 @@ INTERNAL = frozenset(vars(nn.Module()))
 METRICS = (Metric, MetricCollection)
 """Modules whose attributes evaluation resets; their updates are counted instead."""
 
+_METRIC_COUNTS = ("_update_count", "_computed", "_forward_cache")  # of a metric, in addition to its state
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _OPAQUE = (type, nn.Module, types.ModuleType, *_FUNCTIONS, logging.Logger)  # a logger caches its enabled levels
 _GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
@@ -129,6 +132,31 @@ def attributes_of(module: nn.Module) -> "Snapshot":
 def _is_own(cls: type) -> bool:
     """Return whether a class is user-defined."""
     return cls.__module__.partition(".")[0] not in (*_FOREIGN, "builtins")
+
+
+# ------------------------------------------------------------------ metrics
+
+
+def metric_state(metric: Metric) -> dict[str, Any]:
+    """Return a copy of a metric's state and counts, and of the results that it keeps."""
+    return copy_state({name: vars(metric)[name] for name in (*metric.metric_state, *_METRIC_COUNTS)})
+
+
+def copy_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a metric's state. Its tensors may have a graph, which ``deepcopy`` does not take."""
+    return {
+        name: value.detach().clone() if isinstance(value, Tensor) else list(value) if isinstance(value, list) else value
+        for name, value in state.items()
+    }
+
+
+def copy_metric(metric: Metric | MetricCollection) -> Any:
+    """Return a copy of a metric, a wrapper of metrics or a collection, whatever values they have seen."""
+    memo: dict[int, Any] = {}  # what deepcopy takes as copied
+    for part in metric.modules():
+        if isinstance(part, Metric):
+            memo |= {id(vars(part)[name]): copied for name, copied in metric_state(part).items()}
+    return copy.deepcopy(metric, memo)
 
 
 # ------------------------------------------------------------------ parts of a value
@@ -462,12 +490,7 @@ def numbers_in(tensor: Tensor) -> Any:
 
 def sample_of(tensor: Tensor) -> Tensor:
     """Return the bytes of all numbers of a tensor, or of a sample if it is large."""
-    return _bytes_of(tensor.detach().reshape(-1)[:: 1 if tensor.numel() <= _SMALL else tensor.numel() // _MOST])
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return the bytes of all numbers of a tensor; conjugate and negative views are resolved."""
-    return tensor.resolve_conj().resolve_neg().contiguous().view(torch.uint8)
+    return bytes_of(tensor.detach().reshape(-1)[:: 1 if tensor.numel() <= _SMALL else tensor.numel() // _MOST])
 
 
 def _has_other_numbers(tensor: Tensor, numbers: Any, copied: Tensor | None) -> bool:
@@ -475,7 +498,7 @@ def _has_other_numbers(tensor: Tensor, numbers: Any, copied: Tensor | None) -> b
     if numbers_in(tensor) != numbers:
         return True
     is_compared = tensor.numel() <= _SMALL or tensor.layout != torch.strided or tensor.device.type == "meta"
-    return not is_compared and copied is not None and not torch.equal(*map(_bytes_of, (tensor.detach(), copied)))
+    return not is_compared and copied is not None and not torch.equal(*map(bytes_of, (tensor.detach(), copied)))
 
 
 # ------------------------------------------------------------------ state that goes from one client to the next
@@ -485,8 +508,8 @@ def kept_between_clients(module: nn.Module, callbacks: Iterable[object]) -> dict
     """Return the values in attributes that go from one client's work to the next, with shapes, by kind and name.
 
     A "tensor" is an average of weights, say, and a "number" a count of labels in a user-defined module. A "generator"
-    has its state. A "callback" has the tensors in a user's callback, including its modules such as a moving average,
-    but not the tensors of the run's module.
+    has its state, and a "schedule" of learning rates its class and its steps. A "callback" has the tensors in a user's
+    callback, including its modules such as a moving average, but not the tensors of the run's module.
     """
     found, parts = dict[Key, list[tuple[Any, Any]]](), list(parts_of(module))
 
@@ -500,9 +523,12 @@ def kept_between_clients(module: nn.Module, callbacks: Iterable[object]) -> dict
             if not is_computed and not isinstance(part, METRICS) and not value.is_nested:
                 note("tensor", name, value.shape, numbers_in(value))
         elif isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and _is_own(cls):
-            note("number", name, None, value)
+            if not (isinstance(part, Metric) and name.endswith("._update_count")):  # which torchmetrics keeps
+                note("number", name, None, value)
         elif isinstance(value, _GENERATORS) and (state := _state_of(value)) is not None:
             note("generator", name, None, pickle.dumps(state[0]))
+        elif isinstance(value, LRScheduler):
+            note("schedule", name, type(value).__name__, value.last_epoch)
     own = {id(value) for _, value in own_tensors(parts)}
     for callback in callbacks:
         cls = type(callback)

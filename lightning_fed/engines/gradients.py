@@ -4,7 +4,6 @@ Such a pass has no side effects on logs, metrics, buffers or gradients. If proce
 are sums over all processes.
 """
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +19,7 @@ from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.flat import FlatParameters, Layout
 from lightning_fed.core.seeds import capture_random_state, preserved_random_state, seed_global
 from lightning_fed.core.types import Vector
-from lightning_fed.engines.changes import METRICS
+from lightning_fed.engines.changes import METRICS, copy_metric
 from lightning_fed.strategies.ddp import split_of
 
 
@@ -54,7 +53,7 @@ class GradientPass:
         module = trainer.lightning_module
         parents = [parent for _, parent in _outside_metrics(module)]
         self._metrics = [
-            (parent, name, child, copy.deepcopy(child))
+            (parent, name, child, copy_metric(child))
             for parent in parents
             for name, child in parent.named_children()
             if isinstance(child, METRICS)
@@ -70,6 +69,7 @@ class GradientPass:
         """
         module, trainer = self.trainer.lightning_module, self.trainer
         loggers, trainer.loggers = trainer.loggers, self._logger
+        hook = module._current_fx_name  # Lightning does not reset it if the code inside fails
         grads = [p.grad for p in self.flat.params]
         # a step may have assigned another tensor since the fit began
         buffers = [(owner, name, held_by(owner, name)) for owner, name in self._buffers]
@@ -97,6 +97,7 @@ class GradientPass:
                 p.grad = grad
             self.flat.bind()
             trainer.loggers = loggers
+            module.__dict__["_current_fx_name"] = hook  # an assignment would use the slow nn.Module.__setattr__
 
     def add(self, point: Sequence[Tensor], batch: Any, batch_idx: int, out: Vector, scale: float) -> None:
         """Add ``scale`` times the gradient at a point on one prepared batch to ``out`` [P], or [P + Q].

@@ -32,10 +32,11 @@ from lightning_fed.strategies.ddp import WithinClientStrategy, split_of
 class PreparedModule:
     """A module ready for an engine: one vector of trained parameters, and an optimizer that corrects gradients.
 
-    The trainer's strategy has set up module, precision and optimizer; the wrapper replaces its optimizer.
+    The trainer's strategy has set up module, precision and optimizer; the wrapper replaces its optimizer. Of the
+    module's buffers, the run exchanges those named in ``buffers``, by default all.
     """
 
-    def __init__(self, trainer: pl.Trainer) -> None:
+    def __init__(self, trainer: pl.Trainer, buffers: Collection[str] | None = None) -> None:
         self.settings: Settings = trainer.fit_loop.settings
         settings = self.settings
         self.trainer, self.algorithm, self.seed = trainer, settings.algorithm, settings.seed
@@ -51,15 +52,17 @@ class PreparedModule:
         for p in self._frozen:
             p.requires_grad_(False)
         try:
-            self._lay_out(base)
+            self._lay_out(base, buffers)
         except BaseException:  # the user's next fit of this module may train them
             self._unfreeze()
             raise
 
-    def _lay_out(self, base: Optimizer) -> None:
+    def _lay_out(self, base: Optimizer, exchanged: Collection[str] | None) -> None:
         """Make one vector of the trained parameters, and wrap their optimizer."""
         trainer, settings = self.trainer, self.settings
         named, owners = trained_parameters(self.module, base), buffer_owners(self.module)
+        if exchanged is not None:
+            owners = {name: owner for name, owner in owners.items() if name in exchanged}
         if settings.as_buffers:
             owners |= parameters_as_buffers(settings, self.module, dict(named))
         personal, own_buffers = frozenset[str](), frozenset[str]()

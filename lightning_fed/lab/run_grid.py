@@ -79,9 +79,11 @@ def run_grid(
             run_jobs(jobs.values(), store, workers, data_root)
     except KeyboardInterrupt:
         done = sum(store.has(key) for key in {job.key for job in jobs.values()})
-        sys.exit(
-            f"lightning-fed: stopped with {done} cells finished in {store.out}; the same command continues from there."
+        print(
+            f"lightning-fed: stopped with {done} cells finished in {store.out}; the same command continues from there.",
+            file=sys.stderr,
         )
+        sys.exit(130)  # a shell's status for a process that an interrupt ends
     finally:
         workers.close()
     return results

@@ -82,7 +82,8 @@ def check_module(trainer: pl.Trainer) -> None:
         if value.is_inference():
             raise FederatedError(
                 f"{key!r} of {name} was made within torch.inference_mode(), and PyTorch cannot train such tensors. Make"
-                " the module outside."
+                " the module outside. If validate() or predict() has made it before the fit, pass inference_mode=False"
+                " to the trainer that did."
             )
         if value.layout != torch.strided or value.is_nested:
             kind, remedy = (

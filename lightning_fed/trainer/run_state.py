@@ -1,6 +1,6 @@
 """The state of a run between rounds: the start and end of a fit, and the contents of its checkpoints."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -57,6 +57,8 @@ class RunState:
         self._engines_before: list[str] = []  # chosen by "auto" before this fit; see ClientWork.engine_names
         self._chunk_before: int | None = None  # see ClientWork.chunk_size
         self._drew_before: bool | None = None  # see ClientWork.draws
+        # the buffers that the module has before Lightning's sanity check, which may set more of them
+        self.first_buffers: Collection[str] = ()
         self.round_start: RoundStart | None = None  # set until the current round is complete
         self.has_hooks = False  # whether user hooks may change the run, or draw numbers, between clients' work
         self.may_draw = False  # whether the server's step has a user-defined method, aggregator or optimizer
@@ -259,7 +261,12 @@ class RunState:
         """Prepare the module, the server in the current state of the run, and the clients."""
         trainer, settings, population = self.trainer, self.settings, self.population
         assert population is not None
-        self.prepared = prepared = PreparedModule(trainer)
+        # the run exchanges the buffers that the module had when it started
+        exchanged: Collection[str] = self.first_buffers if self._earlier is None else self._earlier.server.buffers
+        if self._checkpoint is not None:
+            with restored_from(trainer.ckpt_path, "the server's buffers"):
+                exchanged = tuple(self._checkpoint["buffers"])
+        self.prepared = prepared = PreparedModule(trainer, exchanged)
         if trainer.world_size > 1 and not isinstance(trainer.strategy, WithinClientStrategy):
             self.ranks = Ranks.of(trainer)
         notes = notes_of(prepared, population)

@@ -15,6 +15,7 @@ from lightning_fed.compat.private import TrainerFn, rank_zero_info, rank_zero_wa
 from lightning_fed.core.arguments import check_paths
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.types import LocalScheduleMode, Weighting
+from lightning_fed.engines.gradients import buffer_owners
 from lightning_fed.server.aggregation.compression import Compressor
 from lightning_fed.server.aggregation.mean import Aggregator
 from lightning_fed.server.asynchronous import Asynchronous
@@ -414,6 +415,8 @@ class FederatedTrainer(pl.Trainer):
                     f"The model is small: this run takes 1 thread instead of PyTorch's {before}. To choose yourself,"
                     " set OMP_NUM_THREADS or call torch.set_num_threads."
                 )
+            if self.training:
+                self.fit_loop.run_state.first_buffers = tuple(buffer_owners(self.lightning_module))
             return super()._run_stage()
 
     def _teardown(self) -> None:

@@ -119,6 +119,7 @@ def test_rounds_sample_large_cohorts_from_a_million_clients(soak, cohort):
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(3600)  # a busy machine needs more than the ten minutes of the other tests
 @pytest.mark.parametrize(("engine", "states"), RUNS)
 def test_memory_stays_flat_over_twenty_thousand_rounds(engine, states):
     command = [sys.executable, BENCHMARKS / "soak.py", "--rounds", "20000", "--json"]

@@ -292,7 +292,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def in_two(work: Callable[[], dict[str, Any]], folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    first, second = in_processes(work, folder)
+    first, second = in_processes(work, folder, timeout=2 * HANGS)  # they train 150 models one after another
     assert not first.error, first.trace
     assert not second.error, second.trace
     return first.value, second.value

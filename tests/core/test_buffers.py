@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_fed.core.buffers import BufferMean, Buffers
+from lightning_fed.core.errors import FederatedError
 
 
 class Counting(nn.Module):
@@ -170,3 +171,12 @@ def test_complex_buffers_are_averaged() -> None:
     found = mean.compute(server)["phase"]
     assert found.dtype == torch.complex64
     assert found.tolist() == [2 + 1j]
+
+
+def test_buffer_of_another_shape_is_rejected_and_can_be_restored() -> None:
+    module, b = buffers()
+    module.mean = torch.zeros(3)
+    with pytest.raises(FederatedError, match=r"'net\.mean' has changed its shape from \[2\] to \[3\]"):
+        b.read()
+    b.write(b.server)
+    assert module.mean.tolist() == [1.0, 2.0]

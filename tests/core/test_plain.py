@@ -100,3 +100,9 @@ def test_different_values_have_different_text() -> None:
     before = as_plain(generator)
     torch.rand(1, generator=generator)
     assert as_plain(generator) != before
+
+
+def test_small_difference_of_a_view_has_different_text() -> None:
+    table = torch.tensor([[1.0, 5.0], [1.0 + 1e-6, 5.0]])
+    assert as_plain(table[:1, 0]) != as_plain(table[1:, 0])
+    assert as_plain(table[:1, 0]) == as_plain(torch.tensor([1.0]))

@@ -809,3 +809,13 @@ def test_configuration_can_choose_torchvision_datasets_and_functions(tmp_path):
     mnist = from_configuration("lightning_fed.data.CIFAR10", augment=[flip], transform=[normalize])
     assert repr(mnist.batch_augment) == "RandomFlip()"
     assert from_configuration("lightning_fed.data.CIFAR10", augment=False).batch_augment is None
+
+
+def test_call_of_train_dataloader_is_rejected_with_the_number_of_examples() -> None:
+    data = FederatedDataModule([tensors(3), tensors(2)])
+    with pytest.raises(
+        FederatedError, match=r"sum\(map\(data\.client_size, data\.client_ids\)\) is the number"
+    ) as error:
+        data.train_dataloader()
+    assert "override the hook" in str(error.value)
+    assert sum(map(data.client_size, data.client_ids)) == 5

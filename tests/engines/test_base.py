@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torchmetrics import MeanMetric
+from torchmetrics import CatMetric, MeanMetric, MetricCollection
 
 from lightning_fed import FederatedCallback
+from lightning_fed.algorithms import FedAvg, Mime
 from lightning_fed.core.flat import Layout
 from lightning_fed.core.rounds import ClientReport, Step
 from lightning_fed.core.tracked_state import TrackedState
@@ -124,3 +125,27 @@ def test_side_effects_of_a_failed_client_are_undone(asked: dict[float, Asks]) ->
     count, hook, gradient = asked[0.0].left
     assert (count, gradient) == (0, None)
     assert hook != "elsewhere"
+
+
+class WithGraphs(Ordinary):
+    """Gives its metrics a loss with its graph, and does not reset them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics = MetricCollection({"mean": MeanMetric(), "all": CatMetric()})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.metrics(loss)
+        return loss
+
+
+def test_metrics_that_hold_a_graph_are_copied() -> None:
+    """The drop of a client that fails, and a second fit, copy the metrics of the clients before."""
+    model = WithGraphs()
+    steps = []
+    for algorithm in (FedAvg(), Mime()):
+        run("sequential", lambda: model, max_rounds=1, algorithm=algorithm, on_client_error="drop")
+        assert model.metrics["all"].value[-1].requires_grad
+        steps.append(model.metrics["mean"].update_count)
+    assert steps[1] == 2 * steps[0] == len(model.metrics["all"].value)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fed.engines.changes import Snapshot, TensorCopies, attribute_tensors, parts_of
+from lightning_fed.engines.changes import Snapshot, TensorCopies, attribute_tensors, numbers_in, parts_of
 
 
 def test_snapshots_cover_collections_and_plain_objects() -> None:
@@ -219,3 +219,19 @@ def test_changed_array_entries_are_restored() -> None:
     snapshot.keep_changed()
     snapshot.restore()
     assert (module.bank.sum(), float(module.scalar), int(module.times[0].astype(int))) == (0, 1, 0)
+
+
+@pytest.mark.parametrize("tensor", [torch.tensor(3).expand(1), torch.arange(3, 9).view(2, 3)[:1, 0]])
+def test_number_of_a_view_with_any_stride_is_read(tensor: torch.Tensor) -> None:
+    assert tensor.stride() != (1,)
+    assert numbers_in(tensor) == numbers_in(torch.tensor([3]))
+    assert numbers_in(tensor) != numbers_in(torch.tensor([4]))
+
+
+def test_large_column_is_compared_whole() -> None:
+    holder = nn.Linear(2, 2)
+    holder.column = torch.zeros(20_000, 5)[:, :1].as_strided((20_000, 1), (1, 5))
+    copies = TensorCopies(attribute_tensors(parts_of(holder)))
+    assert list(copies.changed()) == []
+    holder.column.data[7] = 1
+    assert [key for key, *_ in copies.changed()] == [("attribute", "column")]

@@ -313,6 +313,45 @@ def test_stepping_a_schedule_during_local_training_is_rejected(engine: str) -> N
         run(engine, Steps)
 
 
+class StepsItsOwn(Ordinary):
+    """Keeps its schedule in an attribute instead of returning it, and steps it after every step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        self.schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+        return optimizer
+
+
+class InOptimizerStep(StepsItsOwn):
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.schedules[0].step()
+
+
+class InTrainingStep(StepsItsOwn):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.schedules[0].step()
+        return super().training_step(batch, batch_idx)
+
+
+class OnceARound(StepsItsOwn):
+    def on_train_epoch_end(self) -> None:
+        self.schedules[0].step()
+
+
+@pytest.mark.parametrize("engine", ["sequential", "auto"])
+@pytest.mark.parametrize("module", [InOptimizerStep, InTrainingStep])
+def test_stepping_a_schedule_in_an_attribute_during_local_training_is_rejected(module: Any, engine: str) -> None:
+    with pytest.raises(FederatedError, match=f"{module.__name__} steps its schedule ExponentialLR.*'restart'"):
+        run(engine, module)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "auto"])
+def test_schedule_in_an_attribute_may_step_once_a_round(engine: str) -> None:
+    rate = run(engine, OnceARound, max_rounds=2).optimizers[0].param_groups[0]["lr"]
+    assert rate == pytest.approx(0.81 * Ordinary().configure_optimizers().param_groups[0]["lr"])
+
+
 class Decays(Ordinary):
     """Raises its coupled weight decay from batch to batch."""
 

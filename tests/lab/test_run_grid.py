@@ -164,6 +164,7 @@ def test_ctrl_c_stops_cleanly_and_the_same_command_resumes(start: str, write: Wr
     os.kill(process.pid, signal.SIGINT)
     wait_until(lambda: not is_alive())
     assert "continues from there" in messages.read_text()
+    assert (process.exitcode if start == "fork" else process.returncode) == 130
     assert len(list(cells.glob(finished))) == 1
     _, ran = run(path, tmp_path / "out")
     assert len(ran) == 1

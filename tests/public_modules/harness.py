@@ -261,6 +261,7 @@ def _fit(
     from lightning_fed.algorithms import FedAvg, Scaffold
 
     module, logger = case.make(), _memory_logger()
+    buffers = dict(module.named_buffers()).keys()  # a step may make more, which are not the run's
     stopper = _stopper(stop_after)
     checkpoint = pl.callbacks.ModelCheckpoint(dirpath=Path(folder), save_last=True)
     trainer = FederatedTrainer(
@@ -289,7 +290,7 @@ def _fit(
     states = {f"server.{name}": value for name, value in state.state.items()}
     kept = state.clients.state_dict()
     states |= {f"client {i}.{name}": value for i in sorted(kept) for name, value in kept[i].items()}
-    model = dict(module.named_parameters()) | dict(module.named_buffers())
+    model = dict(module.named_parameters()) | {name: module.get_buffer(name) for name in buffers}
     return Outcome(_copies(model), _copies(states), logger.rounds, said)
 
 
@@ -386,7 +387,7 @@ def _rounds_by_hand(case: PublicCase, module: Any, method: str, dtype: torch.dty
     record = module.log = _Record()
     case.prepare(module)
     x = _trained(module)
-    buffers = _copies(case.buffers(module))
+    buffers, known = _copies(case.buffers(module)), dict(module.named_buffers()).keys()
     c = {name: torch.zeros_like(p) for name, p in x.items()}
     own, taken = {i: dict(c) for i in range(len(SIZES))}, dict.fromkeys(range(len(SIZES)), 0)
     metrics = {}
@@ -412,7 +413,8 @@ def _rounds_by_hand(case: PublicCase, module: Any, method: str, dtype: torch.dty
             )
             taken[i] += LOCAL_STEPS
             y = {name: p.detach().clone() for name, p in module.named_parameters() if name in x}
-            results[i] = (y, path, _copies(case.buffers(module)))
+            now = case.buffers(module)
+            results[i] = (y, path, _copies({name: now[name] for name in buffers}))
         sizes = {i: case.sizes(clients[i]) for i in cohort}
         weights = dict.fromkeys(cohort, 1.0) if method == "scaffold" else sizes
         before = x
@@ -432,7 +434,8 @@ def _rounds_by_hand(case: PublicCase, module: Any, method: str, dtype: torch.dty
         states = {"server.c": _joined(c)} | {f"client {i}.c_i": _joined(own[i]) for i in range(len(SIZES))}
     if case.local_schedule == "continue":
         states |= {f"client {i}.schedule.steps": torch.tensor(count) for i, count in taken.items()}
-    return Outcome(_copies(dict(module.named_parameters()) | dict(module.named_buffers())), states, metrics)
+    held = dict(module.named_parameters()) | {name: module.get_buffer(name) for name in known}
+    return Outcome(_copies(held), states, metrics)
 
 
 def _batches(

@@ -251,3 +251,58 @@ def test_module_stays_where_the_strategy_left_it_after_fit(fails_in: str, rounds
     floats = {name: value for name, value in module.state_dict().items() if value.is_floating_point()}
     assert {value.dtype for value in floats.values()} == {torch.float64}
     assert all(torch.equal(value.float(), unmoved.state_dict()[name]) for name, value in floats.items())
+
+
+class WithMask(Net):
+    """Makes a buffer of the batch's size in the forward pass, unless it has one."""
+
+    def __init__(self, is_set: bool = False) -> None:
+        super().__init__(dropout=0.0)
+        self.register_buffer("mask", torch.ones(1, 1) if is_set else None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mask is None or len(self.mask) != len(x):
+            self.mask = torch.ones(len(x), 1)
+        return super().forward(x) * self.mask
+
+
+def with_mask(module: WithMask | None = None, ckpt_path: str | None = None, **options: Any) -> Tensor:
+    """Fit and return the parameters; the validation's batches are larger than the clients'."""
+    module, run = module or seeded(WithMask), trainer(**options)
+    run.fit(module, data(val=data().client_dataset(2)), ckpt_path=ckpt_path)
+    assert run.fit_loop.state.buffers == {}
+    return parameters(module)
+
+
+def test_buffers_that_validation_makes_are_not_exchanged() -> None:
+    assert torch.equal(with_mask(max_rounds=1), with_mask(max_rounds=1, num_sanity_val_steps=0))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("options", [{}, {"engine": "auto"}], ids=["sequential", "auto"])
+def test_run_resumes_without_buffers_that_validation_makes(tmp_path: Path, options: dict[str, Any]) -> None:
+    saving = ModelCheckpoint(tmp_path, save_last=True)
+    whole = with_mask(num_sanity_val_steps=0, **options)
+    assert torch.equal(with_mask(**options), whole)
+    with_mask(max_rounds=2, callbacks=[saving], enable_checkpointing=True, **options)
+    assert torch.equal(with_mask(ckpt_path=f"{tmp_path}/last.ckpt", **options), whole)
+
+
+@pytest.mark.thorough
+def test_next_fit_does_not_exchange_buffers_that_the_first_has_made(tmp_path: Path) -> None:
+    module = seeded(WithMask)
+    run = trainer(max_rounds=2, callbacks=[ModelCheckpoint(tmp_path, save_last=True)], enable_checkpointing=True)
+    run.fit(module, data())
+    resumed, resuming = copy.deepcopy(module), trainer()
+    resuming.fit(resumed, data(), ckpt_path=f"{tmp_path}/last.ckpt")
+    run.max_rounds = 3
+    run.fit(module, data())
+    assert torch.equal(parameters(module), parameters(resumed))
+    assert run.fit_loop.state.buffers == resuming.fit_loop.state.buffers == {}
+
+
+def test_exchanged_buffer_that_changes_its_shape_is_rejected() -> None:
+    module = seeded(WithMask, is_set=True)
+    with pytest.raises(FederatedError, match=r"'mask' has changed its shape from \[1, 1\] to \[\d, 1\]"):
+        trainer(num_sanity_val_steps=0).fit(module, data())
+    assert module.mask.shape == (1, 1)

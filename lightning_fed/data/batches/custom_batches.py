@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from lightning_fed.compat.private import CombinedLoader
 from lightning_fed.core.arguments import kind_of
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.seeds import preserved_random_state
@@ -42,6 +43,13 @@ class CustomBatches(ClientBatches):
         self.settings = settings
         self._make = make
         self._measured = make(torch.Generator())  # never iterated, only measured
+        if isinstance(self._measured, CombinedLoader):
+            raise FederatedError(
+                f"client_dataloader({client_id!r}, ...) returned a CombinedLoader, whose items are not batches. Return"
+                " an object with __len__, the number of batches, and with __iter__, which zips the loaders. Override"
+                " client_size(client_id), and pass batch_size_of=..., a function from a tuple of batches to its number"
+                " of examples, to the data module."
+            )
         self.size = self._measure() if size is None else size
 
     def num_batches(self) -> int:

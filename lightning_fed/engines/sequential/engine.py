@@ -410,7 +410,7 @@ class SequentialEngine(Engine):
         return {**kept_between_clients(self.trainer.lightning_module, self.trainer.callbacks), **counts}
 
     def _check_kept(self, before: Mapping[Key, list[tuple[Any, Any]]]) -> dict[str, str]:
-        """Warn if local work has changed the state that :meth:`_kept` returns; raise for the optimizer's state.
+        """Warn if local work has changed the state that :meth:`_kept` returns; raise for optimizer and schedules.
 
         Attributes may gain tensors or numbers. Return the names in these warnings, with their kinds.
         """
@@ -424,6 +424,8 @@ class SequentialEngine(Engine):
                     " parameter group: both are reset."
                 )
             if now != was and [shape for shape, _ in now] == [shape for shape, _ in was]:
+                if kind == "schedule":
+                    raise stepped_schedule(self.trainer.lightning_module, now[0][0])
                 told[name] = kind
                 rank_zero_warn(_KEPT[kind].format(module=module, name=name))
         new = buffer_owners(self.trainer.lightning_module).keys() - self.buffers.owners.keys()

@@ -1,6 +1,5 @@
 """Lightning's training epoch loop and automatic optimization, reused for each client."""
 
-import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -28,6 +27,7 @@ from lightning_fed.core.seeds import capture_random_state, preserved_random_stat
 from lightning_fed.core.types import Vector
 from lightning_fed.data.batches.batches import own_copy
 from lightning_fed.engines.batch_hooks import (
+    STEP_HOOKS,
     has_transfer_hooks,
     is_users_own,
     overridden_hooks,
@@ -44,16 +44,6 @@ from lightning_fed.strategies.ddp import split_of
 from lightning_fed.strategies.split import NO_EXAMPLES, BatchSplit
 
 _NO_CONTEXT = nullcontext()
-
-_OF_BATCHES = (
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-)
-"""Hooks of every batch that callbacks have, too."""
 
 
 class ClientOptimization(_AutomaticOptimization):
@@ -268,6 +258,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
         self.uses_start_hooks = False  # whether module or callbacks have on_train_batch_start
         self.schedule_step: int | None = None  # set while a schedule by local step takes a step
         self._has_warned_of_step = False
+        self._own_hooks: set[str] = set()  # per-batch hooks that only the module has
 
     def teardown(self) -> None:
         """End a fit."""
@@ -287,10 +278,13 @@ class ClientEpochLoop(_TrainingEpochLoop):
         return int(self.trainer.fit_loop.round)
 
     def _warn_of_global_step(self) -> None:
-        """Warn if a client's step reads the number of rounds, which does not change from one step to the next."""
+        """Warn if a client's step reads the number of rounds, which does not change from one step to the next.
+
+        A hook is the module's only if no callback has it: Lightning's callbacks read it in their hooks.
+        """
         module, several = self.trainer.lightning_module, self.trainer.fit_loop.runs_several
         hook = "training_step" if several else getattr(module, "_current_fx_name", None)
-        if hook in ("training_step", "optimizer_step") or (hook in _OF_BATCHES and _is_running(module, hook)):
+        if hook == "training_step" or hook in self._own_hooks:
             self._has_warned_of_step = True
             rank_zero_warn(
                 f"{type(module).__name__}.{hook} reads global_step, which is the number of completed rounds: it is the"
@@ -337,6 +331,12 @@ class ClientEpochLoop(_TrainingEpochLoop):
         self._has_hooks = any(self._uses.values()) or not self.automatic_optimization.has_fast_path
         self._split = split_of(trainer)
         self._has_warned_of_step = False
+        self._own_hooks = {
+            hook
+            for hook in (*self._uses, *STEP_HOOKS)
+            if is_overridden(hook, module, pl.LightningModule)
+            and not any(hasattr(callback, hook) and uses_batch_hook(callback, hook) for callback in trainer.callbacks)
+        }
         self._transfers = trainer.strategy.root_device.type != "cpu" or has_transfer_hooks(trainer)
 
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
@@ -446,12 +446,3 @@ class ClientEpochLoop(_TrainingEpochLoop):
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         """Load nothing."""
-
-
-def _is_running(module: pl.LightningModule, hook: str) -> bool:
-    """Return whether the module's own hook is being called, and not a callback's or a logger's of the same name."""
-    code = getattr(inspect.unwrap(getattr(type(module), hook)), "__code__", None)
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame is not None

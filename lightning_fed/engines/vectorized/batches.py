@@ -1,6 +1,7 @@
 """The batches of a chunk's clients, step by step and grouped by shape; rows of tensors are looked up."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import is_dataclass
 from itertools import chain, islice
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
@@ -109,9 +110,12 @@ class AnyBatches:
                 leaves, spec = flatten((_on_device if is_plain else prepare_batch)(self._trainer, batch))
                 for leaf in leaves:
                     if not isinstance(leaf, Tensor):
+                        remedy = "Leave it out of the batch"
+                        if is_dataclass(leaf):
+                            remedy = f"Register its class: torch.export.register_dataclass({type(leaf).__name__})"
                         raise OnlySequentialError(
-                            f"engine='vectorized' needs batches of tensors only, found {kind_of(leaf)} in one. Leave it"
-                            " out of the batch, or use engine='sequential'."
+                            f"engine='vectorized' needs batches of tensors only, found {kind_of(leaf)} in one."
+                            f" {remedy}, or use engine='sequential'."
                         )
                 key = (examples, batch_idx if self._by_index else 0, spec, kinds(leaves))
                 groups.setdefault(key, []).append((client, leaves))

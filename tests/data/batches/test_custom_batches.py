@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pytorch_lightning.utilities import CombinedLoader
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -32,6 +33,34 @@ def tensors(n, start=0):
 
 def labels_of(batches):
     return [batch[1].tolist() for batch, _ in batches]
+
+
+@pytest.mark.parametrize("size", [None, 7])
+def test_combined_loader_is_rejected(size):
+    with pytest.raises(FederatedError, match="a CombinedLoader, whose items are not batches.* zips the loaders"):
+        CustomBatches(lambda _: CombinedLoader({"a": DataLoader(tensors(7))}), "c", BatchSettings(4), size)
+
+
+class Zipped:
+    """What the error recommends."""
+
+    def __init__(self, *loaders):
+        self.loaders = loaders
+
+    def __len__(self):
+        return min(map(len, self.loaders))
+
+    def __iter__(self):
+        return zip(*self.loaders, strict=False)
+
+
+def test_zipped_loaders_yield_pairs_of_batches():
+    settings = BatchSettings(4, batch_size_of=lambda pair: len(pair[0][1]))
+    batches = CustomBatches(
+        lambda _: Zipped(DataLoader(tensors(7), 4), DataLoader(tensors(3, 10), 2)), "c", settings, size=7
+    )
+    found = [(a[1].tolist(), b[1].tolist(), n) for (a, b), n in batches.epoch(generator(), shuffle=True)]
+    assert found == [([0, 1, 2, 3], [10, 11], 4), ([4, 5, 6], [12], 3)]
 
 
 def test_custom_shuffling_loader_matches_its_batches():

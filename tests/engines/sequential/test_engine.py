@@ -12,6 +12,7 @@ import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_fed import FederatedCallback, FederatedDataModule
 from lightning_fed.algorithms import FedAvg, FedProx, Mime, Scaffold, SGDm
@@ -268,6 +269,41 @@ def test_numbers_carried_across_clients_warn_once() -> None:
     with pytest.warns(UserWarning, match="Counts changes a number in its attribute") as told:
         run("sequential", Counts)
     assert [str(one.message).split("'")[1] for one in told if "a number" in str(one.message)] == ["seen", "mean"]
+
+
+class OwnMetric(Metric):
+    """The mean loss: a user's own metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+        self.batches = 0
+
+    def update(self, loss: Tensor) -> None:
+        self.total += loss.detach()
+        self.batches += 1
+
+    def compute(self) -> Tensor:
+        return self.total / self.batches
+
+
+class WithOwnMetric(Ordinary):
+    """Updates its metric in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = OwnMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.metric.update(loss)
+        return loss
+
+
+def test_own_metric_warns_of_a_number_that_is_no_state_alone() -> None:
+    with pytest.warns(UserWarning, match="WithOwnMetric changes a number in its attribute") as told:
+        run("sequential", WithOwnMetric)
+    assert [str(one.message).split("'")[1] for one in told if "a number" in str(one.message)] == ["metric.batches"]
 
 
 class Registers(Ordinary):

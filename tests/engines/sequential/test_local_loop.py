@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pytorch_lightning.callbacks import GradientAccumulationScheduler, LearningRateMonitor, ModelCheckpoint
+from pytorch_lightning.callbacks import Callback, GradientAccumulationScheduler, LearningRateMonitor, ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.plugins.precision import MixedPrecision
 from torch import Tensor
@@ -189,23 +189,31 @@ class WarmsUp(Ordinary):
         super().optimizer_step(*args)
 
 
-class Averages(Ordinary):
-    """Reads the step in a hook that callbacks have, too."""
+class DecaysMore(Ordinary):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        optimizer.param_groups[0]["weight_decay"] = 0.01 * (1 + self.global_step)
 
-    @torch.no_grad()
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.after_batch()
 
-    def after_batch(self) -> None:
-        assert self.global_step == self.current_epoch
+class SlowsDown(Ordinary):
+    momentum = 0.9
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.momentum = 1 - 0.1 / (1 + self.trainer.global_step)
+
+
+class HasOwnHook(Ordinary):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+class ReadsInCallback(Callback):
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        assert trainer.global_step == trainer.current_epoch
 
 
 class ReadsElsewhere(Ordinary):
     def on_train_epoch_start(self) -> None:
         assert self.global_step == self.current_epoch
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Read nothing, while a callback's hook of this name does."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("rounds", float(self.global_step))
@@ -216,7 +224,8 @@ class ReadsElsewhere(Ordinary):
     [
         (Anneals, "sequential"),
         (WarmsUp, "sequential"),
-        (Averages, "sequential"),
+        (DecaysMore, "sequential"),
+        (SlowsDown, "sequential"),
         pytest.param(Anneals, "vectorized", marks=pytest.mark.thorough),
     ],
 )
@@ -226,9 +235,35 @@ def test_step_that_reads_global_step_warns_once(module: Any, engine: str) -> Non
     assert len([one for one in told if "global_step" in str(one.message)]) == 1
 
 
+STARTS: list[int] = []
+
+
+class StartsOnce(Ordinary):
+    """Fails if its first step is repeated, as the trial steps that look for reads of old attributes do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind: str | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.kind is None:
+            assert not STARTS
+            STARTS.append(batch_idx)
+            self.kind = "started"
+        return super().training_step(batch, batch_idx)
+
+
+def test_callbacks_can_read_global_step_after_a_failed_trial_step(tmp_path: Path) -> None:
+    STARTS.clear()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*reads global_step")
+        run("sequential", StartsOnce, callbacks=[ModelCheckpoint(dirpath=tmp_path)], enable_checkpointing=True)
+
+
 def test_round_hooks_and_callbacks_can_read_global_step(tmp_path: Path) -> None:
     callbacks = [ModelCheckpoint(dirpath=tmp_path), LearningRateMonitor()]
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*reads global_step")
         logger = CSVLogger(tmp_path)
         run("sequential", ReadsElsewhere, callbacks=callbacks, logger=logger, enable_checkpointing=True)
+        run("sequential", HasOwnHook, callbacks=ReadsInCallback())

@@ -1,6 +1,7 @@
 """Batches that are rows of tensors: shared ones, many small ones side by side, or each client's own."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from lightning_fed import FederatedDataModule
+from lightning_fed import FederatedDataModule, FederatedError
 from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
 from lightning_fed.data.batches.batches import LoaderBatches, TensorBatches
 from lightning_fed.data.batches.settings import BatchSettings
@@ -17,8 +18,8 @@ from lightning_fed.engines.device_data import DeviceData
 from lightning_fed.engines.vectorized import batches
 from lightning_fed.engines.vectorized.batches import RowLookup, rows_of_one_kind
 from lightning_fed.engines.vectorized.full_gradients import FullGradients
-from tests.helpers.engines import assert_agree, run
-from tests.helpers.training import classification, trainer
+from tests.helpers.engines import Ordinary, assert_agree, run
+from tests.helpers.training import classification, clients, trainer
 
 SIZES = (13, 8, 21, 5, 16, 9)
 
@@ -157,3 +158,33 @@ def test_transformed_batches_are_moved_without_lightning_hooks(monkeypatch: pyte
     expected = run("sequential", datamodule=transformed)
     monkeypatch.setattr(batches, "prepare_batch", None)
     assert_agree(expected, run("vectorized", datamodule=transformed))
+
+
+@dataclass(slots=True)
+class Example:
+    """A batch in a class of its own."""
+
+    x: Tensor
+    y: Tensor
+
+
+class TakesExamples(Ordinary):
+    def training_step(self, batch: Example, batch_idx: int) -> Tensor:
+        return super().training_step((batch.x, batch.y), batch_idx)
+
+
+def examples() -> FederatedDataModule:
+    def collate(rows: list[tuple[Tensor, ...]]) -> Example:
+        return Example(*map(torch.stack, zip(*rows, strict=True)))
+
+    return FederatedDataModule(clients((8, 8, 12, 4)), batch_size=4, collate_fn=collate)
+
+
+@pytest.mark.thorough
+def test_registered_dataclass_is_a_batch() -> None:
+    advice = r"found an Example in one\. Register its class: torch\.export\.register_dataclass\(Example\)"
+    with pytest.raises(FederatedError, match=advice):
+        run("vectorized", TakesExamples, examples)
+    torch.export.register_dataclass(Example)
+    sequential, vectorized = (run(engine, TakesExamples, examples) for engine in ("sequential", "vectorized"))
+    assert_agree(sequential, vectorized)
