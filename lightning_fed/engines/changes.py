@@ -26,7 +26,9 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.algorithms.base_optimizers import BaseOptimizer
 from lightning_fed.core.plain import bytes_of
 
-PASSING = frozenset({"log", "log_dict", "_trainer", "_current_fx_name", "_metric_attributes"})
+PASSING = frozenset(
+    {"log", "log_dict", "_trainer", "_current_fx_name", "_metric_attributes", "_param_requires_grad_state"}
+)
 """Module attributes that Lightning and this package set and reset."""
 
 INTERNAL = frozenset(vars(nn.Module()))

@@ -126,9 +126,9 @@ class LocalSchedule:
 
     def advance(self) -> None:
         """Go to the next step; after a client's last one, wait for :meth:`rest`."""
+        self._check_untouched()
         self._at += 1
         if self._at < self._end:
-            self._check_untouched()
             self._show(self._at)
 
     def rest(self) -> None:

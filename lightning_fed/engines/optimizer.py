@@ -176,6 +176,7 @@ class FederatedOptimizer(_Wrapper):
         ]
         self.clip: Callable[[], None] | None = None  # clips corrected gradients
         self.schedule: LocalSchedule | None = None  # sets the options of each local step
+        self.refuse_frozen: Callable[[Sequence[int]], None] | None = None  # if the module steps its optimizers itself
         first, self._all = 0, _Share(base, 0, range(len(flat.params)))
         self.parts: list[OptimizerPart] = []  # the optimizers, if there are several
         for part in own if len(own) > 1 else ():
@@ -297,6 +298,8 @@ class FederatedOptimizer(_Wrapper):
         else:
             return loss
         if self.plan.injects:
+            if self.refuse_frozen is not None:
+                self.refuse_frozen(members)
             self._inject(work, members)
             if self.clip is not None:
                 self.clip()

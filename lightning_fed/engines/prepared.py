@@ -1,7 +1,7 @@
 """The preparation of a module and a trainer for local work, with or without a fit."""
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
@@ -87,6 +87,8 @@ class PreparedModule:
         self._untrained = [(n, p) for n, p in self.module.named_parameters() if id(p) in held and n not in trained]
         self.lora = ExactLora(lora_pairs(self.module, self.flat)) if settings.lora == "exact" else None
         self.optimizer = FederatedOptimizer(base, self.flat)
+        if self.steps_itself:
+            self.optimizer.refuse_frozen = self.refuse_frozen
         self._optimizers: list[Any] = [*self.optimizer.parts] or [self.optimizer]  # the ones that are stepped
         if settings.local_schedule is not None:
             schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
@@ -170,18 +172,23 @@ class PreparedModule:
                     " another one, which it does not. Write to the parameter instead: with torch.no_grad(),"
                     " parameter.copy_(value)."
                 )
-            if not p.requires_grad:
-                raise FederatedError(
-                    f"{type(self.module).__name__} or a callback has frozen the parameter {name!r}: the trained"
-                    " parameters are fixed when the fit starts. Freeze it in the module's __init__. To let it rest in"
-                    " some rounds, give it a group of the optimizer, whose rate a hook sets to 0."
-                )
+        self.refuse_frozen(range(len(self.flat.params)))
         for name, p in self._untrained:
             if p.requires_grad:  # the local optimizer would move it, but no client would send it
                 raise FederatedError(
                     f"{type(self.module).__name__} or a callback has unfrozen the parameter {name!r}: the trained"
                     " parameters are fixed when the fit starts. To train it from a later round on, do not freeze it."
                     " Give it a group of the optimizer with rate 0, and let a hook raise the rate in that round."
+                )
+
+    def refuse_frozen(self, members: Iterable[int]) -> None:
+        """Raise if a trained parameter is frozen, of those with these indices: a method would still move it."""
+        for i in members:
+            if not self.flat.params[i].requires_grad:
+                raise FederatedError(
+                    f"{type(self.module).__name__} or a callback has frozen the parameter {self.flat.names[i]!r}: the"
+                    " trained parameters are fixed when the fit starts. Freeze it in the module's __init__. To let it"
+                    " rest in some rounds, give it a group of the optimizer, whose rate a hook sets to 0."
                 )
 
     def begin_round(self, step: int) -> None:

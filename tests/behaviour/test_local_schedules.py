@@ -392,6 +392,15 @@ class SetsRate(FederatedCallback):
             trainer.optimizers[0].param_groups[0]["lr"] = 0.7
 
 
+class SetsLastRate(Regression):
+    """Sets a rate after the first step."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, *args: Any) -> None:
+        super().optimizer_step(epoch, batch_idx, *args)
+        if batch_idx == 0:
+            self.trainer.optimizers[0].param_groups[0]["lr"] = 0.7
+
+
 class Logs(Regression):
     """Logs the rate of its step from the two sources that modules use: the schedule and the optimizer."""
 
@@ -459,6 +468,8 @@ def test_settings_conflicting_with_local_schedule_are_rejected() -> None:
             FederatedError, match=f"local_schedule='{mode}': a hook has set lr=0.7 in group 0.*LambdaLR"
         ):
             run(mode, callbacks=[SetsRate()])
+    with pytest.raises(FederatedError, match="'total': a hook has set lr=0.7 in group 0"):
+        trainer(local_schedule="total", local_steps=2, precision="64-true").fit(SetsLastRate(), data())
     SCHEDULES["short"] = partial(SGD, lr=0.2, momentum=0.9), partial(OneCycleLR, max_lr=0.3, total_steps=9)
     with pytest.raises(FederatedError, match="'total': OneCycleLR has no options for step 10.*those of all rounds"):
         run("total", "short")

@@ -1,6 +1,7 @@
 """Modules that step one or several optimizers themselves train like others: same numbers, same guarantees."""
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from lightning_fed.algorithms import (
 )
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.callbacks import GradientDissimilarity
+from lightning_fed.engines.sequential.engine import SequentialEngine
 from lightning_fed.server import ClientPrivacy, OortSampler, PowerOfChoiceSampler
 from tests.helpers.processes import in_processes
 from tests.helpers.training import QUIET, Net, data, fit, parameters, same, seeded, trainer
@@ -86,6 +88,65 @@ class Gan(pl.LightningModule):
         else:
             of_critic = torch.optim.SGD(self.critic.parameters(), lr=0.2, weight_decay=0.01, momentum=self.momentum)
         return torch.optim.SGD(self.generator.parameters(), lr=0.1), of_critic
+
+
+class Freezes(Gan):
+    """Freezes the critic while the generator trains, and leaves it frozen."""
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+        of_generator, of_critic = self.optimizers()  # type: ignore[misc]
+        parts = (of_critic, True, False), (of_generator, False, True)
+        for (optimizer, *trains), loss in zip(parts, self.losses(batch), strict=True):
+            for part, is_on in zip((self.critic, self.generator), trains, strict=True):
+                part.requires_grad_(is_on)
+            optimizer.zero_grad()
+            self.manual_backward(loss())
+            optimizer.step()
+
+
+class StepsFrozen(Gan):
+    """Steps the optimizer of a layer that it froze: with a method's correction, the layer would move."""
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+        self.critic[2].requires_grad_(False)
+        super().training_step(batch, batch_idx)
+
+
+class Pool(Gan):
+    """Shows its critic earlier batches, too, as the pool of pictures in CycleGAN does."""
+
+    reads = True
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(adam=True, **kwargs)
+        self.pool: list[Tensor] = []
+
+    def losses(self, batch: Sequence[Tensor]) -> Iterator[Callable[[], Tensor]]:
+        self.pool = [*self.pool, batch[0]][-2:]
+        yield from super().losses([torch.cat(self.pool) if self.reads else batch[0], batch[1]])
+
+
+class OnlyNotes(Pool):
+    reads = False
+
+
+class InnerOptimizer(Pool):
+    """Has an optimizer of its own, whose state a trial step would change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.optim.Adam([torch.zeros(1, requires_grad=True)])
+
+
+class Counts(pl.Callback):
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def on_before_backward(self, *_: Any) -> None:
+        self.calls += 1
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.calls += 1
 
 
 def points(size: int, seed: int) -> TensorDataset:
@@ -254,6 +315,33 @@ def test_manually_stepped_schedules_advance_per_round_and_resume(tmp_path: Path)
         trained(seeded(EachBatch), FedAvg())
 
 
+@pytest.mark.parametrize("method", [FedAvg(), Scaffold()], ids=["FedAvg", "Scaffold"])
+def test_step_may_leave_the_part_frozen_that_does_not_step(method: Algorithm) -> None:
+    whole = trained(seeded(Gan), method, max_rounds=2)
+    module = seeded(Freezes)
+    assert torch.equal(trained(module, method, max_rounds=2), whole)
+    assert all(p.requires_grad for p in module.parameters())
+
+
+def test_state_that_a_step_reads_from_the_last_client_warns(monkeypatch: Any) -> None:
+    counts = Counts(), Counts()
+    with pytest.warns(UserWarning, match="Pool.training_step reads what earlier steps have left in 'pool'"):
+        found = trained(seeded(Pool), Scaffold(), max_rounds=1, callbacks=[counts[0]])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*earlier steps have left")
+        for silent in (OnlyNotes, InnerOptimizer):
+            trained(seeded(silent), FedAvg(), max_rounds=1)
+    monkeypatch.setattr(SequentialEngine, "_check_read", lambda *_: None)
+    assert torch.equal(trained(seeded(Pool), Scaffold(), max_rounds=1, callbacks=[counts[1]]), found)
+    assert counts[0].calls == counts[1].calls
+
+
+def test_frozen_layer_that_a_correction_would_move_is_rejected() -> None:
+    trained(seeded(StepsFrozen), FedAvg(), max_rounds=1)
+    with pytest.raises(FederatedError, match=r"has frozen the parameter 'critic\.2\.weight'"):
+        trained(seeded(StepsFrozen), Scaffold(), max_rounds=1)
+
+
 def test_client_without_a_step_is_rejected_if_steps_are_needed() -> None:
     trained(seeded(Gan, every=9), FedAvg())
     with pytest.raises(FederatedError, match=r"took no step for this client \(SGD: 0, SGD: 5\), and Scaffold reads"):
@@ -263,7 +351,9 @@ def test_client_without_a_step_is_rejected_if_steps_are_needed() -> None:
         def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
             return Net.training_step(self, batch, batch_idx)
 
-    with pytest.raises(FederatedError, match="no optimizer took a step with a gradient. Call self.manual_backward"):
+    with pytest.raises(
+        FederatedError, match="no optimizer took a step with a gradient. Call self.manual_backward.*has too few"
+    ):
         fit(seeded(Still))
 
 

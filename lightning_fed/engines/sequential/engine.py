@@ -3,16 +3,17 @@
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_fed.callbacks.base import any_uses_hook
-from lightning_fed.compat.private import rank_zero_warn
+from lightning_fed.compat.private import call, rank_zero_warn
 from lightning_fed.core.buffers import BufferMean
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport, Run, Step
@@ -47,8 +48,9 @@ _KEPT = {
     ),
     "callback": (
         "The callback's attribute {name} changes its tensors while a client trains. It goes from one client to the"
-        " next. For a moving average of the server's models, change it in on_train_epoch_end. Otherwise keep a value"
-        " for each client, or set it in on_client_start."
+        " next. For a moving average of the server's models, change it in on_train_epoch_end; if the validation uses"
+        " it, take it out of the model in on_validation_end. Otherwise keep a value for each client, or set it in"
+        " on_client_start."
     ),
     "number": (
         "{module} changes a number in its attribute {name!r} while a client trains. It goes from one client to the"
@@ -124,6 +126,8 @@ class SequentialEngine(Engine):
                     self._train(inputs, plan)
             finally:
                 _, stepped = options.take_back()
+                if self.prepared.steps_itself:
+                    self._thaw()
             if stepped is not None:
                 raise stepped_schedule(self.trainer.lightning_module, stepped)
             self.flat.gather()
@@ -144,7 +148,8 @@ class SequentialEngine(Engine):
                 raise FederatedError(
                     f"{type(self.trainer.lightning_module).__name__}.training_step returned None for every batch, and"
                     " stepped the optimizer itself, so the client's loss is not known. Return the loss, and leave"
-                    " backward(), step() and zero_grad() to the trainer."
+                    " backward(), step() and zero_grad() to the trainer. Or set self.automatic_optimization = False in"
+                    " __init__, if the step computes gradients in its own way."
                 )
             run = self._run_record(inputs, plan, client, local, work)
             update = self.algorithm.finish(self.flat.y, run)
@@ -297,7 +302,9 @@ class SequentialEngine(Engine):
         if self.prepared.steps_itself:
             raise ClientError(
                 "training_step uses manual optimization, and no optimizer took a step with a gradient. Call"
-                " self.manual_backward(loss) and step() of what self.optimizers() returns."
+                " self.manual_backward(loss) and step() of what self.optimizers() returns. If training_step steps after"
+                " several batches, this client has too few: step when self.trainer.is_last_batch, too, or set"
+                " on_client_error='drop'."
             )
         if len(numbers.losses):
             raise ClientError(
@@ -319,11 +326,17 @@ class SequentialEngine(Engine):
         module, device = self.trainer.lightning_module, self.flat.y.device
         may_reset = any_uses_hook(self.trainer, "on_client_start", of_users=True)
         may_reset |= self.epoch_loop.uses_start_hooks
-        may_try = not (may_reset or self.prepared.steps_itself or self.private is not None or self.split.size > 1)
+        may_try = not (may_reset or self.private is not None or self.split.size > 1)
         names = attributes.keep_changed(told) if may_try and "tensor" not in told.values() else []
-        if not names or any(isinstance(value, Iterator) for *_, value in attribute_values(parts_of(module))):
-            return  # values that a trial step takes from an iterator would be missing later
-        losses, copies = list[Tensor | None](), TensorCopies(own_tensors(parts_of(module)))
+        if not names:
+            return
+        ours = {id(self.optimizer.base), *(id(part.base) for part in self.optimizer.parts)}
+        for *_, value in attribute_values(parts_of(module)):
+            # values that a trial step takes from an iterator would be missing later; no other optimizer is put back
+            if isinstance(value, Iterator) or (isinstance(value, Optimizer) and id(value) not in ours):
+                return
+        found, copies = list[Tensor | None](), TensorCopies(own_tensors(parts_of(module)))
+        outcome = self._gradients_of_steps if self.prepared.steps_itself else self.gradients.forward
         with preserved_random_state(device), self.gradients.silent() as forget:
             now = attributes_of(module)
 
@@ -339,13 +352,13 @@ class SequentialEngine(Engine):
                         attributes.restore()
                     seed_global(0, device)  # the data may be random, too
                     batch, _ = next(iter(self.to_device(plan.batches).epoch(torch.Generator(), False)))
-                    losses.append(self.gradients.forward(prepare_batch(self.trainer, batch), 0))
+                    found.append(outcome(prepare_batch(self.trainer, batch), 0))
                     undo()
             except Exception:  # such as with the old attributes: a failed step shows nothing
                 return
             finally:
                 undo()
-        first, before, again = losses
+        first, before, again = found
         if first is None or again is None or not torch.equal(first, again):
             return
         if before is None or not torch.equal(first, before):
@@ -355,6 +368,41 @@ class SequentialEngine(Engine):
                 " what __init__ sets. Reset it in training_step when batch_idx is 0, or in on_client_start. Or make"
                 " it a buffer with register_buffer(), which starts from the server's for every client."
             )
+
+    def _gradients_of_steps(self, batch: Any, batch_idx: int) -> Tensor | None:
+        """Return the gradients at all steps of a ``training_step`` with manual optimization, without stepping."""
+        grads: list[Tensor] = []
+
+        def look(closure: Callable[[], Any] | None = None) -> Any:
+            loss = None if closure is None else closure()
+            grads.extend(p.grad.flatten().clone() for p in self.flat.params if p.grad is not None)
+            return loss
+
+        trainer: Any = self.trainer
+        shown = trainer.lightning_module.optimizers()
+        optimizers = [*trainer.optimizers, *(shown if isinstance(shown, list) else [shown])]
+        callbacks, trainer.callbacks = trainer.callbacks, []  # what their hooks change is not put back
+        for p in self.flat.params:
+            p.grad = None
+        steps = [vars(optimizer).get("step") for optimizer in optimizers]  # a schedule of the user's may have set one
+        for optimizer in optimizers:
+            vars(optimizer)["step"] = look
+        try:
+            with torch.enable_grad():
+                inputs = (batch, batch_idx) if self.epoch_loop.takes_index else (batch,)
+                call._call_strategy_hook(trainer, "training_step", *inputs)
+        finally:
+            trainer.callbacks = callbacks
+            for optimizer, step in zip(optimizers, steps, strict=True):
+                del vars(optimizer)["step"]
+                vars(optimizer).update({} if step is None else {"step": step})
+            self._thaw()
+        return torch.cat(grads) if grads else None
+
+    def _thaw(self) -> None:
+        """Let all trained parameters have gradients again: a GAN's step may leave its critic frozen."""
+        for p in self.flat.params:
+            p.requires_grad_(True)
 
     def _kept(self) -> dict[Key, list[tuple[Any, Any]]]:
         """Return the state that goes from one client's work to the next: see :func:`kept_between_clients`."""

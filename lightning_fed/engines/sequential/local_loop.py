@@ -315,7 +315,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
     def prepare(self) -> None:
         """Find the hooks in use, once per fit."""
         trainer, module = self.trainer, self.trainer.lightning_module
-        self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+        self.takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self._precision = trainer.precision_plugin  # cached: the property takes several calls a step
         self._profiles = not isinstance(trainer.profiler, PassThroughProfiler)
         self._uses = {
@@ -409,7 +409,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
             self.batch_progress.increment_by(0, is_last_batch=True)
             raise StopIteration
         self.batch_progress.increment_started()
-        kwargs = OrderedDict(batch=batch, batch_idx=batch_idx) if self._takes_index else OrderedDict(batch=batch)
+        kwargs = OrderedDict(batch=batch, batch_idx=batch_idx) if self.takes_index else OrderedDict(batch=batch)
         optimizer: Any = trainer.optimizers[0]
         if self._has_hooks:  # hooks may have assigned to `.data`
             optimizer.flat.gather()

@@ -455,8 +455,16 @@ class StepsItself(Ordinary):
 
 
 def test_step_that_trains_without_returning_a_loss_is_rejected() -> None:
-    with pytest.raises(FederatedError, match="StepsItself.training_step returned None.*stepped the optimizer itself"):
+    with pytest.raises(
+        FederatedError, match="StepsItself.training_step returned None.*stepped the optimizer itself"
+    ) as said:
         run("sequential", StepsItself)
+
+    class Manual(StepsItself):
+        automatic_optimization = False
+
+    assert "set self.automatic_optimization = False" in str(said.value)
+    run("sequential", Manual)
 
 
 def test_unchanged_frozen_parameter_is_allowed() -> None:
