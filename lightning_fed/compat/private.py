@@ -30,7 +30,6 @@ try:
     _SignalConnector = pl.trainer.connectors.signal_connector._SignalConnector
     TrainerFn = pl.trainer.states.TrainerFn
     TrainerState = pl.trainer.states.TrainerState
-    CombinedLoader = pl.utilities.combined_loader.CombinedLoader
     MisconfigurationException = pl.utilities.exceptions.MisconfigurationException
     SIGTERMException = pl.utilities.exceptions.SIGTERMException
     is_overridden = pl.utilities.model_helpers.is_overridden
