@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric, MetricCollection
 
@@ -504,14 +505,18 @@ def _has_other_numbers(tensor: Tensor, numbers: Any, copied: Tensor | None) -> b
 # ------------------------------------------------------------------ state that goes from one client to the next
 
 
-def kept_between_clients(module: nn.Module, callbacks: Iterable[object]) -> dict[Key, list[tuple[Any, Any]]]:
+def kept_between_clients(
+    module: nn.Module, callbacks: Iterable[object], optimizers: Iterable[Optimizer]
+) -> dict[Key, list[tuple[Any, Any]]]:
     """Return the values in attributes that go from one client's work to the next, with shapes, by kind and name.
 
     A "tensor" is an average of weights, say, and a "number" a count of labels in a user-defined module. A "generator"
-    has its state, and a "schedule" of learning rates its class and its steps. A "callback" has the tensors in a user's
-    callback, including its modules such as a moving average, but not the tensors of the run's module.
+    has its state, and a "schedule" of learning rates its class and its steps, if it sets those of ``optimizers``. A
+    "callback" has the tensors in a user's callback, including its modules such as a moving average, but not the tensors
+    of the run's module.
     """
     found, parts = dict[Key, list[tuple[Any, Any]]](), list(parts_of(module))
+    groups = {id(optimizer.param_groups) for optimizer in optimizers}  # which a wrapper shares
 
     def note(kind: str, name: str, shape: Any, value: Any) -> None:
         found.setdefault((kind, name), []).append((shape, value))
@@ -527,7 +532,7 @@ def kept_between_clients(module: nn.Module, callbacks: Iterable[object]) -> dict
                 note("number", name, None, value)
         elif isinstance(value, _GENERATORS) and (state := _state_of(value)) is not None:
             note("generator", name, None, pickle.dumps(state[0]))
-        elif isinstance(value, LRScheduler):
+        elif isinstance(value, LRScheduler) and id(value.optimizer.param_groups) in groups:
             note("schedule", name, type(value).__name__, value.last_epoch)
     own = {id(value) for _, value in own_tensors(parts)}
     for callback in callbacks:

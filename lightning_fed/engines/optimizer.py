@@ -185,6 +185,11 @@ class FederatedOptimizer(_Wrapper):
             self.parts.append(OptimizerPart(self, _Share(part, first, members)))
             first = end
 
+    @property
+    def wrapped(self) -> list[Optimizer]:
+        """The user's optimizers, and those that they wrap."""
+        return [self.base, *(part.base for part in self.parts), *self._inner]
+
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state dict, with the initial options if there is a schedule by local step."""
         state = self.base.state_dict()

@@ -346,6 +346,16 @@ def test_stepping_a_schedule_in_an_attribute_during_local_training_is_rejected(m
         run(engine, module)
 
 
+class OfAnotherOptimizer(InTrainingStep):
+    def configure_optimizers(self) -> Any:
+        unused = super().configure_optimizers()
+        return type(unused)(self.parameters(), unused.defaults["lr"])
+
+
+def test_schedule_of_an_optimizer_that_does_not_train_may_step() -> None:
+    assert run("sequential", OfAnotherOptimizer).current_epoch > 0
+
+
 @pytest.mark.parametrize("engine", ["sequential", "auto"])
 def test_schedule_in_an_attribute_may_step_once_a_round(engine: str) -> None:
     rate = run(engine, OnceARound, max_rounds=2).optimizers[0].param_groups[0]["lr"]

@@ -330,7 +330,7 @@ class SequentialEngine(Engine):
         names = attributes.keep_changed(told) if may_try and "tensor" not in told.values() else []
         if not names:
             return
-        ours = {id(self.optimizer.base), *(id(part.base) for part in self.optimizer.parts)}
+        ours = set(map(id, self.optimizer.wrapped))
         for *_, value in attribute_values(parts_of(module)):
             # values that a trial step takes from an iterator would be missing later; no other optimizer is put back
             if isinstance(value, Iterator) or (isinstance(value, Optimizer) and id(value) not in ours):
@@ -407,7 +407,8 @@ class SequentialEngine(Engine):
     def _kept(self) -> dict[Key, list[tuple[Any, Any]]]:
         """Return the state that goes from one client's work to the next: see :func:`kept_between_clients`."""
         counts = {("optimizer", name): [(None, value)] for name, value in self.optimizer.counts().items()}
-        return {**kept_between_clients(self.trainer.lightning_module, self.trainer.callbacks), **counts}
+        module, callbacks = self.trainer.lightning_module, self.trainer.callbacks
+        return {**kept_between_clients(module, callbacks, self.optimizer.wrapped), **counts}
 
     def _check_kept(self, before: Mapping[Key, list[tuple[Any, Any]]]) -> dict[str, str]:
         """Warn if local work has changed the state that :meth:`_kept` returns; raise for optimizer and schedules.
