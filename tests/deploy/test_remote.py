@@ -120,7 +120,7 @@ def test_checkpoints_validation_and_early_stopping_match_a_local_fit(tmp_path: P
 
 def test_plain_trainer_and_several_processes_are_rejected(tmp_path: Path, monkeypatch: Any) -> None:
     wire = Wire(tmp_path, MAKE)
-    with pytest.raises(FederatedError, match="train with FederatedTrainer"):
+    with pytest.raises(FederatedError, match="Train with FederatedTrainer"):
         pl.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False).fit(
             model(), wire.clients()
         )
