@@ -427,6 +427,19 @@ def test_checkouts_are_compared_per_round(scripts):
     assert "W1 FedAvg, the other checkout: did not finish." in variants.table([failed], is_against=True)
 
 
+def test_compared_checkouts_take_turns_in_starting_first(scripts, run, monkeypatch, tmp_path):
+    workloads, order = scripts("workloads"), []
+
+    def started(_, runs):
+        order.append([variant.name for _, variant, _ in runs])
+        return [with_rounds(name, [1.0 if name == "this checkout" else 2.0]) for name in order[-1]]
+
+    monkeypatch.setattr(workloads, "_run_in_turns", started)
+    _, (found,), _ = run("--against", str(BENCHMARKS.parent), "--repeats", "3")
+    assert order[0] == order[1][::-1] == order[2]
+    assert found["ratios"] == [2.0, 2.0, 2.0]
+
+
 def test_every_ablation_patches_existing_code(scripts):
     ablations = scripts("systems.ablations")
     assert all(len(list(ablations.places_of(name))) == len(its.places) for name, its in ablations.ABLATIONS.items())
