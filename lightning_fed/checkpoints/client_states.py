@@ -1,18 +1,19 @@
 """The storage of a run's client states, checkpoints' references to them, and their deletion."""
 
 import os
+import pickle
 import re
 import secrets
 import shutil
 import sqlite3
 import weakref
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any, TypeVar
 
-import torch
 from filelock import FileLock, Timeout
 
 from lightning_fed.compat.package import pl
@@ -204,14 +205,43 @@ def _old_format(folder: Path) -> FederatedError:
     )
 
 
+class _Opaque(dict[Any, Any]):
+    """Takes the place of tensors and other objects of a checkpoint."""
+
+    def __new__(cls, *_: Any, **__: Any) -> "_Opaque":
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, _: Any) -> None:
+        pass
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads a checkpoint's plain values without running its code, or PyTorch's.
+
+    Python may collect a store while a step is traced, and the trace would record what ``torch.load`` does.
+    """
+
+    def find_class(self, *_: str) -> type[_Opaque]:
+        return _Opaque
+
+    def persistent_load(self, _: Any) -> _Opaque:
+        return _Opaque()
+
+
 def _referred_version(checkpoint: str) -> str | None:
-    """Return the version that a checkpoint refers to, "" if none, None if it is damaged.
+    """Return the version that a checkpoint refers to, "" if none, None if it cannot be read as a checkpoint.
 
     Raises:
         OSError: If it cannot be opened now, for example without permission or with too many open files.
     """
     try:
-        saved = torch.load(checkpoint, map_location="meta", weights_only=True, mmap=True)
+        with zipfile.ZipFile(checkpoint) as parts:
+            (values,) = (name for name in parts.namelist() if name.endswith("/data.pkl"))
+            with parts.open(values) as content:
+                saved = _PlainUnpickler(content).load()
     except OSError:
         raise
     except Exception:  # any error that a damaged file causes

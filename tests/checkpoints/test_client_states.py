@@ -2,11 +2,13 @@
 
 import errno
 import gc
+import io
 import multiprocessing
 import os
 import random
 import shutil
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -17,6 +19,7 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_fed import FederatedCallback
 from lightning_fed.algorithms import FedAvg, FedDyn, Scaffold
@@ -544,7 +547,7 @@ def test_renamed_checkpoint_that_cannot_be_opened_keeps_its_states(
     store, folder = disk_store(tmp_path / "kept", is_shared=False), StoreFolder(tmp_path / "kept")
     checkpoint(folder, store, 1).rename(tmp_path / "mine.ckpt")
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "load", refuse)
+        patch.setattr(io, "open", refuse)  # `zipfile` opens files with it
         StoreFolder(folder.path).collect(rank=0)
     assert recorded(store) == 1
     with monkeypatch.context() as patch:
@@ -599,6 +602,30 @@ def test_states_of_live_stores_are_kept(two_runs: Path) -> None:
     gc.collect()
     assert shards(two_runs) == {alive.name}
     assert same(alive.get(0), {"c": torch.ones(3)})
+
+
+class _Operations(TorchDispatchMode):
+    """Notes PyTorch's operations, as a trace does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.noted.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_store_collected_while_a_step_is_traced_leaves_no_operation_in_the_trace(two_runs: Path) -> None:
+    store, operations = disk_store(two_runs, is_shared=False), _Operations()
+    saved = torch.load(path := checkpoint(StoreFolder(two_runs), store, 1), weights_only=True)
+    torch.save({**saved, "state_dict": OrderedDict(w=torch.ones(3))}, path.with_name("renamed.ckpt"))
+    path.unlink()
+    with operations:
+        del store
+        gc.collect()
+    assert shards(two_runs)  # the renamed checkpoint has been read
+    assert not operations.noted
 
 
 def test_processes_ending_together_wait_for_each_other(two_runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
