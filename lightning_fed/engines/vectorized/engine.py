@@ -328,6 +328,7 @@ class VectorizedEngine(Engine):
         results.close_client()
         module._current_fx_name = previous
         self.changes.end_round()
+        self.optimizer.base.__dict__["_opt_called"] = True  # or a schedule that a hook steps once a round would warn
         self._logged, self._row = {}, None
 
     def abandon(self) -> int | None:

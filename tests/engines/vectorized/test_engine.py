@@ -247,6 +247,23 @@ def test_submodule_with_two_names_is_intact_after_a_failed_trial() -> None:
     assert_agree(run("sequential", HeldAndRead), run("auto", HeldAndRead))
 
 
+class StepsOwnSchedule(Ordinary):
+    """Steps a schedule once a round, which Lightning does not know."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        self.own = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+        return optimizer
+
+    def on_train_epoch_end(self) -> None:
+        self.own.step()
+
+
+def test_schedule_that_a_hook_steps_once_a_round_causes_no_warning(recwarn: pytest.WarningsRecorder) -> None:
+    assert_agree(run("vectorized", StepsOwnSchedule), run("sequential", StepsOwnSchedule))
+    assert not [warning for warning in recwarn if "lr_scheduler.step()" in str(warning.message)]
+
+
 def assert_same_reports(one: Record, two: Record) -> None:
     assert [report.client_id for report in one.reports] == [report.client_id for report in two.reports]
     for a, b in zip(one.reports, two.reports, strict=True):
