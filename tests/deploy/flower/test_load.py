@@ -45,7 +45,8 @@ def test_sixty_clients_on_three_sites_leak_no_resources(measured: Callable[..., 
     found = measured("--clients", "60", "--sites", "3", "--rounds", "10", "--algorithm", "Scaffold")
     assert found["cohort"] == 60
     for name, (before, after) in found["grown"].items():
-        slack = {"MB": 15, "sites": 0, "server": 0}.get(name.split()[-1], 6)  # connections come and go
+        # connections come and go, and each site may be replacing a file
+        slack = {"MB": 15, "sites": 3, "server": 0}.get(name.split()[-1], 6)
         assert after <= before + slack, name
 
 
