@@ -34,16 +34,17 @@ class Buffers:
         self.personal = personal
         self.kept = frozenset(owners) if mode == "local" else personal
         self.owners = dict(owners)
-        self._shapes = dict[str, torch.Size]()  # of the first values
+        self.server: State = {}
         self.server = self.read()
 
     def read(self) -> State:
         """Return copies of the module's current buffers; raise if one has changed its shape."""
         values = {name: held_by(owner, key).detach().clone() for name, (owner, key) in self.owners.items()}
         for name, value in values.items():
-            if value.shape != self._shapes.setdefault(name, value.shape):
+            first = self.server.get(name, value)
+            if value.shape != first.shape:
                 raise FederatedError(
-                    f"The buffer {name!r} has changed its shape from {list(self._shapes[name])} to {list(value.shape)}."
+                    f"The buffer {name!r} has changed its shape from {list(first.shape)} to {list(value.shape)}."
                     " All clients start from the server's buffers, which are the mean of theirs, so they need one"
                     " shape. If every step makes the buffer again, register it as None, with"
                     " persistent=False, and fit a module that has not run before."
