@@ -56,7 +56,8 @@ def create(name: str) -> Path:
     try:
         for template in sorted(_TEMPLATES.glob("*.in")):
             file = folder / template.name.removesuffix(".in").replace("project", name)
-            file.write_text(Template(template.read_text()).substitute(name=name, lightning=NAMES[USED][0]))
+            text = Template(template.read_text(encoding="utf-8")).substitute(name=name, lightning=NAMES[USED][0])
+            file.write_text(text, encoding="utf-8")
         _write_digits(folder / "data")
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
