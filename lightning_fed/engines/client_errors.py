@@ -58,6 +58,10 @@ _OWN_FUNCTION = (
     " setup_context() and generate_vmap_rule = True"
 )
 _SHARED_WRITTEN = "a tensor that all clients share is changed by an in-place operation"
+_GIVEN_WRITTEN = (
+    "a tensor that the step did not make, such as one of its batch or a buffer, is changed by an in-place operation;"
+    " change a clone() of it"
+)
 SHARED_STATE = "doesn't match the broadcast shape"
 """Part of PyTorch's error for adding several clients' values in place to one client's tensor."""
 
@@ -67,7 +71,7 @@ _KINDS = {  # parts of PyTorch's most common errors, and their cause in the modu
     "Cannot access data pointer of Tensor": "a tensor's memory is read, as .numpy() and functions outside PyTorch do",
     "dynamic shape": "a result's shape depends on values, as that of nonzero() or of a boolean mask does",
     "is not possible because there exists a Tensor": _SHARED_WRITTEN,
-    "would mutate a captured Tensor": _SHARED_WRITTEN,
+    "would mutate a captured Tensor": _GIVEN_WRITTEN,
     "inplace randomness on an unbatched tensor": (
         "random numbers are drawn into a tensor that all clients share, as torch.distributions does in rsample(); draw"
         " them with torch.randn_like(x) of a tensor x made from the input"

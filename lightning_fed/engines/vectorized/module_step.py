@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import is_param_in_hook_signature, rank_zero_warn
@@ -58,7 +59,28 @@ class OwnStep(NamedTuple):
     sizes: Sizes
 
 
-class OwnStreams(TorchFunctionMode):
+class _Listener(TorchFunctionMode):
+    """Records in ``found`` what a step does with PyTorch's functions that several clients at once would do wrongly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: str | None = None
+        self._stance: AbstractContextManager[Any] = nullcontext()
+
+    def __enter__(self) -> Any:
+        """Start recording."""
+        if "torch._dynamo" in sys.modules:  # run compiled networks eagerly, or this class would be compiled, too
+            self._stance = torch.compiler.set_stance("force_eager")
+        self._stance.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        """Stop recording."""
+        super().__exit__(*error)
+        self._stance.__exit__(*error)
+
+
+class OwnStreams(_Listener):
     """Records in ``found`` how a step draws from streams other than the run's seeded ones.
 
     If clients run one by one, a stream that the step seeds gives each of them the same numbers. Clients at once share
@@ -67,21 +89,7 @@ class OwnStreams(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: str | None = None
         self._seed = torch.initial_seed()
-        self._stance: AbstractContextManager[Any] = nullcontext()
-
-    def __enter__(self) -> "OwnStreams":
-        """Start recording."""
-        if "torch._dynamo" in sys.modules:  # run compiled networks eagerly, or this class would be compiled, too
-            self._stance = torch.compiler.set_stance("force_eager")
-        self._stance.__enter__()
-        return super().__enter__()  # type: ignore[no-any-return]
-
-    def __exit__(self, *error: Any) -> None:
-        """Stop recording."""
-        super().__exit__(*error)
-        self._stance.__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a PyTorch function, and check its generator."""
@@ -91,6 +99,24 @@ class OwnStreams(TorchFunctionMode):
         elif torch.initial_seed() != self._seed:
             self.found = "seeds torch's generator"
         return func(*args, **kwargs)
+
+
+class _Objects(_Listener):
+    """Records in ``found`` the name of a parameter whose own object, not its stand-in in the layer, is used."""
+
+    _MAY_BE_READ = (int, torch.Size, torch.dtype, torch.device, torch.layout, type(None))
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self._names = names  # by id of the object
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a PyTorch function, and look for the objects in its arguments unless it only reads a property."""
+        result = func(*args, **(kwargs or {}))
+        if not isinstance(result, self._MAY_BE_READ):
+            given = (self._names.get(id(leaf)) for leaf in pytree.tree_leaves((args, kwargs)))
+            self.found = self.found or next(filter(None, given), None)
+        return result
 
 
 class _OfOneClient:
@@ -201,6 +227,18 @@ class ModuleStep:
         self.flat.bind(point)
         with torch.enable_grad():
             return self._loss(leaves, spec, batch_idx)
+
+    def used_object(self, leaves: Sequence[Tensor], spec: Any, batch_idx: int) -> str | None:
+        """Return the name of a parameter whose own object a step uses, such as from a list made in ``__init__``.
+
+        :meth:`gradient` gives the values of clients or examples at once to layers alone. From elsewhere, the step would
+        get those of no client, without a gradient.
+        """
+        names = dict(zip(map(id, self.flat.params), self.flat.names, strict=True))
+        objects, at = _Objects(names), [v.detach().requires_grad_() for v in self.flat.views]
+        with torch.enable_grad(), objects:
+            self._loss(leaves, spec, batch_idx, {name: at[i] for name, i in self._parameter_positions})
+        return objects.found
 
     def unused(self, leaves: Sequence[Tensor], spec: Any, batch_idx: int) -> frozenset[int]:
         """Return the positions of parameters that the loss does not depend on, once per round and shape."""

@@ -325,6 +325,41 @@ def test_view_of_parameters_made_by_a_hook_is_rejected() -> None:
     assert torch.equal(state_of(run("auto", Pulled))["x"], state_of(run("sequential", Pulled))["x"])
 
 
+class Decays(Ordinary):
+    """Penalizes weights that it keeps outside its layers. The penalty is too small for a comparison of gradients."""
+
+    def __init__(self, strength: float = 1e-4) -> None:
+        super().__init__(partial(torch.optim.SGD, lr=0.1))
+        self.weights, self.strength = [p for p in self.parameters() if p.ndim > 1], strength
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1]) + self.strength * sum(w.pow(2).sum() for w in self.weights)
+
+
+class DecaysAtRandom(Decays):
+    """Draws dropout masks as well."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.dropout(x, 0.1))
+
+
+class Shows(Decays):
+    """Only looks at the size of its weights, and at their place."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0].to(self.weights[0].device, self.weights[0].dtype)
+        return F.cross_entropy(self(x), batch[1]) * self.weights[0].numel() / len(self.weights[0])
+
+
+def test_parameters_used_outside_their_layers_are_rejected() -> None:
+    """The functional call of a step with several clients' values does not replace them there."""
+    refused(Decays, r"it uses the parameter 'body.0.weight' from elsewhere than its layer.*self.parameters\(\)")
+    with pytest.raises(FederatedError, match=r"it uses the parameter 'body.0.weight'"):
+        run("vectorized", DecaysAtRandom)
+    assert torch.equal(state_of(run("auto", Decays))["x"], state_of(run("sequential", Decays))["x"])
+    assert_agree(run("vectorized", Shows), run("sequential", Shows))
+
+
 class Notes(Ordinary):
     """Stores a value in its first step, as Hugging Face classifiers store the kind of their labels."""
 
@@ -500,6 +535,11 @@ class ReversesForAll(Reverses):
     function: Any = ReversedForAll
 
 
+class Scales(Ordinary):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0].mul_(2)), batch[1])
+
+
 class OneHot(Ordinary):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return F.mse_loss(self(batch[0]), F.one_hot(batch[1], CLASSES).to(batch[0].dtype))
@@ -511,6 +551,7 @@ class OneHot(Ordinary):
         (Reverses, r"an autograd.Function .*setup_context\(\) and generate_vmap_rule"),
         (ReversesForAll, r"an autograd.Function .*setup_context\(\) and generate_vmap_rule"),
         (OneHot, r"a tensor's value is read, .*by one_hot\(\)"),
+        (Scales, r"a tensor that the step did not make, such as one of its batch.* clone\(\)"),
         (Samples, r"as torch.distributions does.*randn_like"),
         (Requires, r"it calls requires_grad_\(\)"),
         (Converts, r"a tensor's memory is read, as .numpy\(\)"),
