@@ -54,8 +54,8 @@ _FULL_GRADIENT_REMEDY = (
 _FRAMEWORKS = ("torch", "pytorch_lightning", "lightning_fabric", "lightning", "lightning_fed", "torchmetrics")
 _VALUE_READ = "a tensor's value is read, by .item(), by one_hot() or by data-dependent control flow"
 _OWN_FUNCTION = (
-    "an autograd.Function takes one client at a time, as in torch.distributions.Beta and Dirichlet; yours needs"
-    " setup_context() and generate_vmap_rule = True"
+    "an autograd.Function takes one client at a time, as in torch.distributions.Beta and Dirichlet and for backward"
+    " hooks of layers; yours needs setup_context() and generate_vmap_rule = True"
 )
 _SHARED_WRITTEN = "a tensor that all clients share is changed by an in-place operation"
 _GIVEN_WRITTEN = (
@@ -78,6 +78,7 @@ _KINDS = {  # parts of PyTorch's most common errors, and their cause in the modu
     ),
     "must override the setup_context": _OWN_FUNCTION,
     "does not have vmap support": _OWN_FUNCTION,
+    "support saved tensor hooks": "gradient checkpointing and other hooks of saved tensors take one client at a time",
     "Tensor.requires_grad_()": "it calls requires_grad_() of a tensor, or torch.autograd.functional",
     SHARED_STATE: (
         "a tensor that all clients share is changed in place by the values of each, such as the first state of a"

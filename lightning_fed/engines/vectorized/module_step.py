@@ -41,6 +41,7 @@ _TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
 _MIXED_TOLERANCES = dict.fromkeys(_TOLERANCES, (1e-2, 1e-6))
 _EXACT = (0.0, 0.0)
 
+_DECORATORS = ("torch", "contextlib")  # packages whose decorators of functions pass the batch's index on, unread
 _WARN_AFTER = 3  # rounds in which the step has to be traced again
 
 _ROUNDING = 100
@@ -463,10 +464,15 @@ def _check_logged(name: str, value: Any, options: dict[str, Any]) -> None:
 
 
 def _reads_index(step: Callable[..., Any]) -> bool:
-    """Return whether the code of ``training_step`` reads the batch's index; True if unknown."""
+    """Return whether ``training_step`` or one of its decorators reads the batch's index; True if unknown."""
     names = list(inspect.signature(step).parameters)
     argument = "batch_idx" if "batch_idx" in names or len(names) < 2 else names[1]
-    code = getattr(inspect.unwrap(step), "__code__", None)
+    inner: Any = step
+    while hasattr(inner, "__wrapped__"):
+        if getattr(inner, "__globals__", {}).get("__name__", "").partition(".")[0] not in _DECORATORS:
+            return True
+        inner = inner.__wrapped__
+    code = getattr(inner, "__code__", None)
     if code is None or argument not in code.co_varnames[: code.co_argcount]:
         return code is None or bool(code.co_flags & inspect.CO_VARARGS)
     read = (i.argval if isinstance(i.argval, tuple) else (i.argval,) for i in dis.get_instructions(code))

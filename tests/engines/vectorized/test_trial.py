@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric, MetricCollection
 
 from lightning_fed import FederatedError
@@ -279,7 +280,7 @@ def test_side_effects_that_begin_after_the_first_step_raise(name: str, chunk_siz
     then, what = LEFT[name]
     named = what.partition(" ")[2]
     for algorithm in (FedAvg(), Mime(SGDm())):
-        with pytest.raises(FederatedError, match=f"{named}|that all clients share is changed by an in-place operation"):
+        with pytest.raises(FederatedError, match=f"{named}|is changed by an in-place operation"):
             run("vectorized", partial(Leaves, then, first=1), algorithm=algorithm, chunk_size=chunk_size)
 
 
@@ -540,6 +541,37 @@ class Scales(Ordinary):
         return F.cross_entropy(self(batch[0].mul_(2)), batch[1])
 
 
+class HookedLayer(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.register_full_backward_hook(lambda layer, inputs, outputs: None)
+
+
+class Recomputes(Ordinary):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.body, x, use_reentrant=False))
+
+
+class LogsOtherwise(Ordinary):
+    """Calls a method that it has taken from itself before the fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.note = self.log
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.note("loss", loss)
+        return loss
+
+
+class LogsPowers(Ordinary):
+    """Logs the exponential of every value, whose mean is not the exponential of the mean."""
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        super().log(f"exp_{name}", value.exp(), *args, **kwargs)
+
+
 class OneHot(Ordinary):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return F.mse_loss(self(batch[0]), F.one_hot(batch[1], CLASSES).to(batch[0].dtype))
@@ -552,6 +584,10 @@ class OneHot(Ordinary):
         (ReversesForAll, r"an autograd.Function .*setup_context\(\) and generate_vmap_rule"),
         (OneHot, r"a tensor's value is read, .*by one_hot\(\)"),
         (Scales, r"a tensor that the step did not make, such as one of its batch.* clone\(\)"),
+        (HookedLayer, r"takes one client at a time, as .* for backward hooks of layers"),
+        (Recomputes, r"gradient checkpointing and other hooks of saved tensors"),
+        (LogsOtherwise, r"it logs by a method .* call it as self.log\(...\)"),
+        (LogsPowers, r"it has a log\(\) of its own"),
         (Samples, r"as torch.distributions does.*randn_like"),
         (Requires, r"it calls requires_grad_\(\)"),
         (Converts, r"a tensor's memory is read, as .numpy\(\)"),
