@@ -54,10 +54,14 @@ _FULL_GRADIENT_REMEDY = (
 _FRAMEWORKS = ("torch", "pytorch_lightning", "lightning_fabric", "lightning", "lightning_fed", "torchmetrics")
 _VALUE_READ = "a tensor's value is read, by .item(), by one_hot() or by data-dependent control flow"
 _OWN_FUNCTION = (
-    "an autograd.Function takes one client at a time, as in torch.distributions.Beta and Dirichlet; yours needs"
-    " setup_context() and generate_vmap_rule = True"
+    "an autograd.Function takes one client at a time, as in torch.distributions.Beta and Dirichlet and for backward"
+    " hooks of layers; yours needs setup_context() and generate_vmap_rule = True"
 )
 _SHARED_WRITTEN = "a tensor that all clients share is changed by an in-place operation"
+_GIVEN_WRITTEN = (
+    "a tensor that the step did not make, such as one of its batch or a buffer, is changed by an in-place operation;"
+    " change a clone() of it"
+)
 SHARED_STATE = "doesn't match the broadcast shape"
 """Part of PyTorch's error for adding several clients' values in place to one client's tensor."""
 
@@ -67,13 +71,14 @@ _KINDS = {  # parts of PyTorch's most common errors, and their cause in the modu
     "Cannot access data pointer of Tensor": "a tensor's memory is read, as .numpy() and functions outside PyTorch do",
     "dynamic shape": "a result's shape depends on values, as that of nonzero() or of a boolean mask does",
     "is not possible because there exists a Tensor": _SHARED_WRITTEN,
-    "would mutate a captured Tensor": _SHARED_WRITTEN,
+    "would mutate a captured Tensor": _GIVEN_WRITTEN,
     "inplace randomness on an unbatched tensor": (
         "random numbers are drawn into a tensor that all clients share, as torch.distributions does in rsample(); draw"
         " them with torch.randn_like(x) of a tensor x made from the input"
     ),
     "must override the setup_context": _OWN_FUNCTION,
     "does not have vmap support": _OWN_FUNCTION,
+    "support saved tensor hooks": "gradient checkpointing and other hooks of saved tensors take one client at a time",
     "Tensor.requires_grad_()": "it calls requires_grad_() of a tensor, or torch.autograd.functional",
     SHARED_STATE: (
         "a tensor that all clients share is changed in place by the values of each, such as the first state of a"

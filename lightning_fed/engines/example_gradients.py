@@ -88,11 +88,17 @@ class ExampleGradients:
         return loss
 
     def _check_loss(self, leaves: Sequence[Tensor], spec: Any, batch_idx: int) -> None:
-        """Raise if the loss of an example has no gradient (``torch.func`` returns zeros), or draws from own streams."""
-        streams = OwnStreams()
+        """Raise if the loss of an example has no gradient (``torch.func`` returns zeros), or draws from own streams.
+
+        Raise as well if it uses parameters that ``torch.func`` does not replace.
+        """
+        streams, name = OwnStreams(), None
         try:
-            with preserved_random_state(self.flat.y.device), streams:
-                self._step.own_gradient(self.flat.params, leaves, spec, batch_idx)
+            with preserved_random_state(self.flat.y.device):
+                with streams:
+                    self._step.own_gradient(self.flat.params, leaves, spec, batch_idx)
+                if self.privacy.examples_at_once != 1:
+                    name = self._step.used_object(leaves, spec, batch_idx)
         except RuntimeError as error:
             if "does not require grad" in str(error):
                 raise FederatedError(
@@ -102,6 +108,12 @@ class ExampleGradients:
                 ) from error
         except OnlySequentialError:
             return  # _each reports it
+        if name is not None:
+            raise FederatedError(
+                f"{type(self._module).__name__}.training_step uses the parameter {name!r} from elsewhere than its"
+                " layer, such as from a list, which gives gradients of single examples at once no part of it. Read it"
+                " there, as self.parameters() does, or pass ClientPrivacy(examples_at_once=1)."
+            )
         if streams.found is not None and self.privacy.examples_at_once != 1:
             raise FederatedError(
                 f"{type(self._module).__name__}.training_step {streams.found}, which gives examples at once other"

@@ -393,6 +393,17 @@ class Mixes(Ordinary):
         return [0.7 * batch[0] + 0.3 * batch[0].roll(1, 0), batch[1]]
 
 
+class Decays(Ordinary):
+    """Penalizes weights that it keeps outside its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = [p for p in self.parameters() if p.ndim > 1]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 1e-3 * sum(w.pow(2).sum() for w in self.weights)
+
+
 def mixup(batch: Any, stream: torch.Generator) -> Any:
     order = torch.randperm(len(batch[0]), generator=stream)
     return [0.5 * (batch[0] + batch[0][order]), batch[1]]
@@ -483,6 +494,7 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     (with_(Detached), "returns a loss that depends on no trained parameter.*noise alone"),
     (with_(Fixed), r"draws from a generator of its own, which gives examples at once .*examples_at_once=1\)"),
+    (with_(Decays), r"uses the parameter 'body.0.weight' from elsewhere than its layer.*examples_at_once=1\)"),
     (with_(Masked), "the hook of the parameter 'head.weight'"),
     (with_(Mixes), "examples depend on each other.*without mixup"),
     (with_(datamodule=lambda: data(augment=mixup)), "examples depend on each other.*without mixup"),

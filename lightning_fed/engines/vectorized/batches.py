@@ -158,6 +158,11 @@ def flatten(batch: Any) -> tuple[Sequence[Tensor], Any]:
     return (batch, list) if _is_plain(batch) else pytree.tree_flatten(batch)  # lists are a fast path
 
 
+def are_rows(leaves: Sequence[Tensor], examples: int) -> bool:
+    """Return whether each tensor of a batch has one row per example."""
+    return all(leaf.ndim > 0 and len(leaf) == examples for leaf in leaves)
+
+
 def unflatten(leaves: Sequence[Tensor], spec: Any) -> Any:
     """Return a batch of these tensors."""
     return list(leaves) if spec is list else pytree.tree_unflatten(leaves, spec)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from lightning_fed.core.types import Vector
-from lightning_fed.engines.vectorized.batches import flatten
+from lightning_fed.engines.vectorized.batches import are_rows, flatten
 from lightning_fed.engines.vectorized.module_step import ModuleStep
 from lightning_fed.tracing.traces import Found, Trace, kinds, resized
 
@@ -30,7 +30,7 @@ class FullGradients:
         total = torch.zeros_like(point)
         for batch, examples in batches:
             leaves, spec = flatten(batch)
-            if examples < 2 or any(len(leaf) != examples for leaf in leaves):
+            if examples < 2 or not are_rows(leaves, examples):
                 return None
             if not self._add(total, point, leaves, spec, examples / size):
                 return None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_fed.core.devices import is_out_of_memory
 from lightning_fed.engines.base import OnlySequentialError
-from lightning_fed.engines.vectorized.batches import BatchGroup
+from lightning_fed.engines.vectorized.batches import BatchGroup, are_rows
 from lightning_fed.engines.vectorized.chunk_work import ChunkWork
 from lightning_fed.engines.vectorized.clients import ChunkMeans, Clients
 from lightning_fed.engines.vectorized.local_step import DIMS, LocalStep, StepInput, StepOutput
@@ -135,7 +135,7 @@ class LocalSteps:
             tries += [()] if clients.count == len(work.y) else []
         elif examples in (1, full):
             tries.append(())
-        elif all(len(leaf) == examples for leaf in group.leaves):
+        elif are_rows(group.leaves, examples):
             tries.append((full - 1, 2) if full > 3 else (2,))
         for sizes in tries:
             shapes = tuple([(leaf.shape[1:] if sizes else leaf.shape, leaf.dtype) for leaf in group.leaves])

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from lightning_fed.compat.package import pl
 from lightning_fed.compat.private import is_param_in_hook_signature, rank_zero_warn
@@ -40,6 +41,7 @@ _TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
 _MIXED_TOLERANCES = dict.fromkeys(_TOLERANCES, (1e-2, 1e-6))
 _EXACT = (0.0, 0.0)
 
+_DECORATORS = ("torch", "contextlib")  # packages whose decorators of functions pass the batch's index on, unread
 _WARN_AFTER = 3  # rounds in which the step has to be traced again
 
 _ROUNDING = 100
@@ -58,7 +60,28 @@ class OwnStep(NamedTuple):
     sizes: Sizes
 
 
-class OwnStreams(TorchFunctionMode):
+class _Listener(TorchFunctionMode):
+    """Records in ``found`` what a step does with PyTorch's functions that several clients at once would do wrongly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: str | None = None
+        self._stance: AbstractContextManager[Any] = nullcontext()
+
+    def __enter__(self) -> Any:
+        """Start recording."""
+        if "torch._dynamo" in sys.modules:  # run compiled networks eagerly, or this class would be compiled, too
+            self._stance = torch.compiler.set_stance("force_eager")
+        self._stance.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        """Stop recording."""
+        super().__exit__(*error)
+        self._stance.__exit__(*error)
+
+
+class OwnStreams(_Listener):
     """Records in ``found`` how a step draws from streams other than the run's seeded ones.
 
     If clients run one by one, a stream that the step seeds gives each of them the same numbers. Clients at once share
@@ -67,21 +90,7 @@ class OwnStreams(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: str | None = None
         self._seed = torch.initial_seed()
-        self._stance: AbstractContextManager[Any] = nullcontext()
-
-    def __enter__(self) -> "OwnStreams":
-        """Start recording."""
-        if "torch._dynamo" in sys.modules:  # run compiled networks eagerly, or this class would be compiled, too
-            self._stance = torch.compiler.set_stance("force_eager")
-        self._stance.__enter__()
-        return super().__enter__()  # type: ignore[no-any-return]
-
-    def __exit__(self, *error: Any) -> None:
-        """Stop recording."""
-        super().__exit__(*error)
-        self._stance.__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a PyTorch function, and check its generator."""
@@ -91,6 +100,24 @@ class OwnStreams(TorchFunctionMode):
         elif torch.initial_seed() != self._seed:
             self.found = "seeds torch's generator"
         return func(*args, **kwargs)
+
+
+class _Objects(_Listener):
+    """Records in ``found`` the name of a parameter whose own object, not its stand-in in the layer, is used."""
+
+    _MAY_BE_READ = (int, torch.Size, torch.dtype, torch.device, torch.layout, type(None))
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self._names = names  # by id of the object
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a PyTorch function, and look for the objects in its arguments unless it only reads a property."""
+        result = func(*args, **(kwargs or {}))
+        if not isinstance(result, self._MAY_BE_READ):
+            given = (self._names.get(id(leaf)) for leaf in pytree.tree_leaves((args, kwargs)))
+            self.found = self.found or next(filter(None, given), None)
+        return result
 
 
 class _OfOneClient:
@@ -201,6 +228,18 @@ class ModuleStep:
         self.flat.bind(point)
         with torch.enable_grad():
             return self._loss(leaves, spec, batch_idx)
+
+    def used_object(self, leaves: Sequence[Tensor], spec: Any, batch_idx: int) -> str | None:
+        """Return the name of a parameter whose own object a step uses, such as from a list made in ``__init__``.
+
+        :meth:`gradient` gives the values of clients or examples at once to layers alone. From elsewhere, the step would
+        get those of no client, without a gradient.
+        """
+        names = dict(zip(map(id, self.flat.params), self.flat.names, strict=True))
+        objects, at = _Objects(names), [v.detach().requires_grad_() for v in self.flat.views]
+        with torch.enable_grad(), objects:
+            self._loss(leaves, spec, batch_idx, {name: at[i] for name, i in self._parameter_positions})
+        return objects.found
 
     def unused(self, leaves: Sequence[Tensor], spec: Any, batch_idx: int) -> frozenset[int]:
         """Return the positions of parameters that the loss does not depend on, once per round and shape."""
@@ -425,10 +464,15 @@ def _check_logged(name: str, value: Any, options: dict[str, Any]) -> None:
 
 
 def _reads_index(step: Callable[..., Any]) -> bool:
-    """Return whether the code of ``training_step`` reads the batch's index; True if unknown."""
+    """Return whether ``training_step`` or one of its decorators reads the batch's index; True if unknown."""
     names = list(inspect.signature(step).parameters)
     argument = "batch_idx" if "batch_idx" in names or len(names) < 2 else names[1]
-    code = getattr(inspect.unwrap(step), "__code__", None)
+    inner: Any = step
+    while hasattr(inner, "__wrapped__"):
+        if getattr(inner, "__globals__", {}).get("__name__", "").partition(".")[0] not in _DECORATORS:
+            return True
+        inner = inner.__wrapped__
+    code = getattr(inner, "__code__", None)
     if code is None or argument not in code.co_varnames[: code.co_argcount]:
         return code is None or bool(code.co_flags & inspect.CO_VARARGS)
     read = (i.argval if isinstance(i.argval, tuple) else (i.argval,) for i in dis.get_instructions(code))

@@ -17,6 +17,7 @@ from lightning_fed.engines.vectorized.batches import (
     RowBatches,
     RowLookup,
     StepGroup,
+    are_rows,
     rows_of_one_kind,
 )
 from lightning_fed.engines.vectorized.chunk_work import ChunkWork
@@ -144,7 +145,7 @@ class RecurringShapes:
 
     def _recurs(self, group: BatchGroup) -> bool:
         leaves, full = group.first, self._batch_size
-        is_smaller = full is not None and group.examples < full and all(len(leaf) == group.examples for leaf in leaves)
+        is_smaller = full is not None and group.examples < full and are_rows(leaves, group.examples)
         shapes = [(full, *leaf.shape[1:]) if is_smaller else tuple(leaf.shape) for leaf in leaves]
         kind = (group.spec, *((shape, leaf.dtype) for shape, leaf in zip(shapes, leaves, strict=True)))
         self._steps[kind] += 1

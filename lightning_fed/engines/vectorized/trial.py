@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.compat.package import pl
-from lightning_fed.compat.private import rank_zero_warn
+from lightning_fed.compat.private import MisconfigurationException, is_overridden, rank_zero_warn
 from lightning_fed.core.devices import is_out_of_memory, peak_memory, reset_peak_memory
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.seeds import capture_random_state, foreign_state, preserved_random_state, random_state
@@ -142,6 +142,11 @@ class TrialStep:
                     self._check_repeats(first, group)
                     self._check_state(before)
                     self._check_values(grads, group)
+                if (name := step.used_object(*batch)) is not None:
+                    raise self._refusal(
+                        f"it uses the parameter {name!r} from elsewhere than its layer, such as from a list, and only"
+                        " layers have each client's values here; read it there, as self.parameters() does"
+                    )
                 # anomaly detection reads the gradients' numbers, which a trace does not have
                 if step.is_random or self._reads_trainer(group) or torch.is_anomaly_enabled():
                     step.traces.forbid()
@@ -150,6 +155,11 @@ class TrialStep:
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
+                if isinstance(error, MisconfigurationException) and "self.log()" in str(error):
+                    raise self._refusal(
+                        "it logs by a method that was taken from the module before, and here self.log(...) is another"
+                        " function during a step; call it as self.log(...)"
+                    ) from error
                 self._check_metrics(before)
                 before.restore()  # clients at once may have left state that one cannot use
                 step.own_gradient(step.flat.views, *batch)  # an error of one client alone is raised unchanged
@@ -456,6 +466,8 @@ def check_settings(engine: Engine) -> None:
         reason = "strategy='ddp' runs one client on several devices, and here several clients share one"
     elif hooks:
         reason = f"{hooks[0]} is called for every batch of every client, and here clients share a step"
+    elif is_overridden("log", module, pl.LightningModule):
+        reason = "it has a log() of its own, and here values are logged once a round, as their means"
     elif hooked is not None:
         reason = f"its parameter {hooked!r} has a hook, and here a gradient is that of several clients"
     elif type(base) not in ELEMENTWISE:

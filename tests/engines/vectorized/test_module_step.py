@@ -1,5 +1,6 @@
 """A trace serves batches of several sizes: losses and logs that depend on the size match each batch."""
 
+import functools
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -270,6 +271,56 @@ def test_metric_sensitive_to_rounding_keeps_the_traces() -> None:
         one, other = (run(e, partial(Stepping, flips), **OPTIONS) for e in ("sequential", "vectorized"))
     assert traced(other) > 0
     assert torch.allclose(one.fit_loop.state.x, other.fit_loop.state.x, rtol=1e-12)
+
+
+def by_position(step: Any) -> Any:
+    """Decorate a step, and weigh its loss by the batch's index, which the step itself does not read."""
+
+    @functools.wraps(step)
+    def weighed(module: Any, batch: Any, batch_idx: int) -> Tensor:
+        return step(module, batch, batch_idx) * (1 + batch_idx)
+
+    return weighed
+
+
+class Weighed(Ordinary):
+    @by_position
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+
+class WithGradients(Ordinary):
+    @torch.enable_grad()
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+
+def test_index_read_by_a_decorator_is_that_of_each_batch() -> None:
+    one, other = (run(engine, Weighed, **OPTIONS) for engine in ("sequential", "vectorized"))
+    assert_agree(one, other)
+    assert traced(other) == 0
+    assert traced(run("vectorized", WithGradients, **OPTIONS)) > 0  # PyTorch's decorators do not read it
+
+
+class Tempered(Ordinary):
+    """Its batches have a number beside the rows."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]) / batch[2], batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
+
+def with_a_number(rows: list[Any]) -> list[Tensor]:
+    return [*(torch.stack(column) for column in zip(*rows, strict=True)), torch.tensor(2.0)]
+
+
+@pytest.mark.parametrize("algorithm", [FedAvg(), Mime(SGDm())], ids=["FedAvg", "Mime"])
+def test_batches_may_have_tensors_without_rows(algorithm: Any) -> None:
+    datamodule = partial(data, (10, 1, 23, 7), batch_size=4, collate_fn=with_a_number)
+    options: dict[str, Any] = {"datamodule": datamodule, "algorithm": algorithm, "max_rounds": 2}
+    assert_agree(*(run(engine, Tempered, **options) for engine in ("sequential", "vectorized")))
 
 
 def test_tensor_batch_size_is_rejected() -> None:

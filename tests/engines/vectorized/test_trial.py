@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric, MetricCollection
 
 from lightning_fed import FederatedError
@@ -279,7 +280,7 @@ def test_side_effects_that_begin_after_the_first_step_raise(name: str, chunk_siz
     then, what = LEFT[name]
     named = what.partition(" ")[2]
     for algorithm in (FedAvg(), Mime(SGDm())):
-        with pytest.raises(FederatedError, match=f"{named}|that all clients share is changed by an in-place operation"):
+        with pytest.raises(FederatedError, match=f"{named}|is changed by an in-place operation"):
             run("vectorized", partial(Leaves, then, first=1), algorithm=algorithm, chunk_size=chunk_size)
 
 
@@ -323,6 +324,41 @@ def test_view_of_parameters_made_by_a_hook_is_rejected() -> None:
     with pytest.raises(FederatedError, match=r"its attribute 'start' is in the memory of the parameters.* clone\(\)"):
         run("vectorized", Pulled)
     assert torch.equal(state_of(run("auto", Pulled))["x"], state_of(run("sequential", Pulled))["x"])
+
+
+class Decays(Ordinary):
+    """Penalizes weights that it keeps outside its layers. The penalty is too small for a comparison of gradients."""
+
+    def __init__(self, strength: float = 1e-4) -> None:
+        super().__init__(partial(torch.optim.SGD, lr=0.1))
+        self.weights, self.strength = [p for p in self.parameters() if p.ndim > 1], strength
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1]) + self.strength * sum(w.pow(2).sum() for w in self.weights)
+
+
+class DecaysAtRandom(Decays):
+    """Draws dropout masks as well."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.dropout(x, 0.1))
+
+
+class Shows(Decays):
+    """Only looks at the size of its weights, and at their place."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0].to(self.weights[0].device, self.weights[0].dtype)
+        return F.cross_entropy(self(x), batch[1]) * self.weights[0].numel() / len(self.weights[0])
+
+
+def test_parameters_used_outside_their_layers_are_rejected() -> None:
+    """The functional call of a step with several clients' values does not replace them there."""
+    refused(Decays, r"it uses the parameter 'body.0.weight' from elsewhere than its layer.*self.parameters\(\)")
+    with pytest.raises(FederatedError, match=r"it uses the parameter 'body.0.weight'"):
+        run("vectorized", DecaysAtRandom)
+    assert torch.equal(state_of(run("auto", Decays))["x"], state_of(run("sequential", Decays))["x"])
+    assert_agree(run("vectorized", Shows), run("sequential", Shows))
 
 
 class Notes(Ordinary):
@@ -500,6 +536,42 @@ class ReversesForAll(Reverses):
     function: Any = ReversedForAll
 
 
+class Scales(Ordinary):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0].mul_(2)), batch[1])
+
+
+class HookedLayer(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.register_full_backward_hook(lambda layer, inputs, outputs: None)
+
+
+class Recomputes(Ordinary):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.body, x, use_reentrant=False))
+
+
+class LogsOtherwise(Ordinary):
+    """Calls a method that it has taken from itself before the fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.note = self.log
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.note("loss", loss)
+        return loss
+
+
+class LogsPowers(Ordinary):
+    """Logs the exponential of every value, whose mean is not the exponential of the mean."""
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        super().log(f"exp_{name}", value.exp(), *args, **kwargs)
+
+
 class OneHot(Ordinary):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return F.mse_loss(self(batch[0]), F.one_hot(batch[1], CLASSES).to(batch[0].dtype))
@@ -511,6 +583,11 @@ class OneHot(Ordinary):
         (Reverses, r"an autograd.Function .*setup_context\(\) and generate_vmap_rule"),
         (ReversesForAll, r"an autograd.Function .*setup_context\(\) and generate_vmap_rule"),
         (OneHot, r"a tensor's value is read, .*by one_hot\(\)"),
+        (Scales, r"a tensor that the step did not make, such as one of its batch.* clone\(\)"),
+        (HookedLayer, r"takes one client at a time, as .* for backward hooks of layers"),
+        (Recomputes, r"gradient checkpointing and other hooks of saved tensors"),
+        (LogsOtherwise, r"it logs by a method .* call it as self.log\(...\)"),
+        (LogsPowers, r"it has a log\(\) of its own"),
         (Samples, r"as torch.distributions does.*randn_like"),
         (Requires, r"it calls requires_grad_\(\)"),
         (Converts, r"a tensor's memory is read, as .numpy\(\)"),
