@@ -67,6 +67,12 @@ def check_module(trainer: pl.Trainer) -> None:
             "FederatedTrainer.fit was called within torch.inference_mode(), where PyTorch computes no gradients. Call"
             " it outside."
         )
+    if any(map(torch.is_autocast_enabled, {"cpu", module.device.type} - {"meta"})):
+        raise FederatedError(
+            "FederatedTrainer.fit was called within torch.autocast(), which keeps converted copies of the weights until"
+            " it is left: later local steps would have wrong gradients. Call it outside, and pass"
+            " precision='bf16-mixed', say, to the trainer."
+        )
     if not module.automatic_optimization:
         _check_manual_optimization(trainer)
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:

@@ -60,9 +60,15 @@ class SharedEvaluationLoop(_EvaluationLoop):
             combined.flattened = [loader.part(rank, size, stop=int(batches)) for loader, batches in loaders]
 
     def run(self) -> Any:
-        """Evaluate."""
-        with ExitStack() as self._alone:
-            return super().run()
+        """Evaluate. After an error, return the module to the modes from before: a fit would train in eval mode."""
+        modes = [(part, part.training) for part in self.trainer.lightning_module.modules()]
+        try:
+            with ExitStack() as self._alone:
+                return super().run()
+        except BaseException:
+            for part, training in modes:
+                part.training = training
+            raise
 
     def on_run_start(self) -> None:
         """Call the hooks that start an evaluation."""

@@ -157,6 +157,12 @@ class FederatedLoop(_FitLoop):
     def reset(self) -> None:
         """Start the run at round 0, after the round of a checkpoint, or after the rounds of an earlier fit."""
         torch.set_grad_enabled(True)
+        if self.is_closing and not self.trainer.ckpt_path:
+            rank_zero_warn(
+                f"This run does not continue exactly: this trainer's earlier fit ended with an error while round"
+                f" {self.round - 1} ended, so schedules and callbacks have seen only a part of that round. To continue"
+                " exactly, resume from a checkpoint of that round or an earlier one: fit(..., ckpt_path=...)."
+            )
         self.run_state.start()
         self._plateau_round = self.round
         self.set_progress(self.round)

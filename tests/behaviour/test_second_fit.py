@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_fed import FederatedDataModule, FederatedError
+from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
 from lightning_fed.algorithms import Algorithm, FedAvg, FedDyn, FedProx, Scaffold
 from lightning_fed.server import FedAdam, FedBuff, TopK
 from tests.helpers.processes import in_processes
@@ -243,6 +243,32 @@ def test_second_fit_with_more_rounds_has_identical_bits(options: Any, recwarn: p
     run.fit(model, data())
     assert torch.equal(parameters(model), parameters(straight))
     assert not [w for w in recwarn if "earlier fit" in str(w.message)]
+
+
+class FailsOnce(FederatedCallback):
+    """Fails in one hook of the first round."""
+
+    def __init__(self, hook: str) -> None:
+        self.is_due = True
+        setattr(self, hook, self._fail)
+
+    def _fail(self, *_: Any) -> None:
+        if self.is_due:
+            self.is_due = False
+            raise KeyError("stop here")
+
+
+@pytest.mark.parametrize(("hook", "warns"), [("on_client_end", False), ("on_round_end", True)])
+def test_fit_after_an_error_as_a_round_ended_warns(hook: str, warns: bool, recwarn: pytest.WarningsRecorder) -> None:
+    """A schedule that follows the validation loss, say, has not stepped in that round."""
+    run, model = trainer(max_rounds=2, callbacks=FailsOnce(hook)), seeded()
+    with pytest.raises(KeyError, match="stop here"):
+        run.fit(model, data())
+    run.fit(model, data())
+    found = [str(w.message) for w in recwarn if "does not continue exactly" in str(w.message)]
+    assert [text.partition(":")[2][:66] for text in found] == (
+        [" this trainer's earlier fit ended with an error while round 0 ended"[:66]] if warns else []
+    )
 
 
 def test_client_ids_changed_in_place_are_rejected() -> None:

@@ -59,6 +59,12 @@ def test_inference_mode_is_rejected() -> None:
         check_module(fit_of(made))
 
 
+def test_fit_within_autocast_is_rejected() -> None:
+    """It keeps converted weights until it is left, so gradients would be those of the first model."""
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(FederatedError, match=r"called within torch\.autocast"):
+        check_module(fit_of(Net()))
+
+
 def test_data_not_split_among_clients_is_rejected_with_advice() -> None:
     assert "found no datamodule. Pass trainer.fit(model, FederatedDataModule(" in str(no_federated_data(None))
     assert "found a list. Pass" in str(no_federated_data([]))

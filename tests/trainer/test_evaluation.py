@@ -16,7 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_fed import FederatedCallback
 from tests.helpers.processes import in_processes
 from tests.helpers.selection import few
-from tests.helpers.training import CLASSES, Net, classification, data, seeded, trainer
+from tests.helpers.training import CLASSES, Net, classification, data, parameters, seeded, trainer
 
 
 class Logs(Net):
@@ -240,3 +240,40 @@ def test_each_round_validates_with_new_random_numbers() -> None:
     first, second = drawn[: len(drawn) // 2], drawn[len(drawn) // 2 :]
     assert first
     assert first != second
+
+
+class FailsOnce(Net):
+    """Fails in one call of ``validation_step``."""
+
+    due = -1
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.due -= 1
+        if self.due == 0:
+            raise RuntimeError("stop here")
+        super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("due", [1, 2], ids=["sanity check", "round"])
+def test_fit_after_a_failed_validation_trains_in_training_mode(due: int) -> None:
+    straight, model, run = seeded(FailsOnce), seeded(FailsOnce), trainer(max_rounds=2)
+    trainer(max_rounds=2).fit(straight, data())
+    model.head.eval()  # as the user chose
+    straight.head.eval()
+    model.due = due
+    with pytest.raises(RuntimeError, match="stop here"):
+        run.fit(model, data())
+    assert {name for name, part in model.named_modules() if not part.training} == {"head"}
+    run.fit(model, data())
+    assert torch.equal(parameters(model), parameters(straight))
+
+
+def test_failed_test_leaves_the_module_in_training_mode() -> None:
+    class FailsInTest(Net):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            raise RuntimeError("stop here")
+
+    model = FailsInTest()
+    with pytest.raises(RuntimeError, match="stop here"):
+        trainer().test(model, DataLoader(classification(4, 0), batch_size=4), verbose=False)
+    assert model.body.training
