@@ -252,6 +252,7 @@ class RemoteWork(ClientHalf):
     def begin(self, round: int, members: Sequence[Participant], reads_later: bool = False) -> None:
         """Begin a round, or begin it again; reports arrive complete."""
         self._attempt += 1
+        self._fit = secrets.token_hex(4)  # a late copy of an earlier start's task stores its state apart
         self._replied = {}
 
     def chunks(self, task: Task, clients: Sequence[int]) -> list[Sequence[int]]:

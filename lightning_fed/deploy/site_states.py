@@ -23,9 +23,9 @@ _log = logging.getLogger("lightning_fed.deploy.site")
 class SiteStates:
     """A folder for this user alone, with a subfolder of agreements and client states for each run.
 
-    A state's version has two parts: the round after which it holds, counted from 1, and the fit that asked for the
-    round. So two servers that continue one run do not share states. Version 0 means that a client has not taken part
-    yet and has no state.
+    A state's version has two parts: the round after which it holds, counted from 1, and a name of the round's start,
+    "fit". So two servers that continue one run do not share states, nor do two starts of a round. Version 0 means that
+    a client has not taken part yet and has no state.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -105,8 +105,10 @@ class SiteStates:
         return self.folder / run / f"{index}.{number}.{fit}.state"
 
     def _versions(self, run: str, index: int) -> list[Version]:
-        parts = (path.name.split(".") for path in (self.folder / run).glob(f"{index}.*.*.state"))
-        return sorted((int(number), fit) for _, number, fit, _ in parts)
+        """Return the versions here by round, and those of one round as they were written."""
+        found = {path: path.name.split(".") for path in (self.folder / run).glob(f"{index}.*.*.state")}
+        ordered = sorted(found, key=lambda path: (int(found[path][1]), path.stat().st_mtime_ns))
+        return [(int(found[path][1]), found[path][2]) for path in ordered]
 
 
 def write_private(path: Path, content: bytes) -> None:

@@ -77,6 +77,17 @@ def test_late_duplicate_of_an_old_task_keeps_newer_states(states: SiteStates) ->
     assert len(list((states.folder / "r").glob("*.state"))) == 3
 
 
+def test_second_copy_of_a_task_of_an_abandoned_server_keeps_the_states_of_the_last_one(states: SiteStates) -> None:
+    states.agree("r", {"clients": [3], "words": {}})
+    states.write("r", 0, (0, "0"), (1, "d"), {"c": torch.zeros(2)})
+    for fit in "cba":  # three servers in turn, of which the first two ended in the middle of the round
+        states.write("r", 0, (1, "d"), (2, fit), {"c": torch.ones(2)})
+        os.utime(states.folder / "r" / f"0.2.{fit}.state", ns=(0, ord("d") - ord(fit)))
+    states.write("r", 0, (1, "d"), (2, "c"), {"c": torch.zeros(2)})
+    assert states.read("r", 3, 0, (2, "a")) is not None
+    assert states.read("r", 3, 0, (1, "d")) is not None
+
+
 def test_slower_of_two_servers_of_a_run_is_rejected(states: SiteStates) -> None:
     ahead, behind = 8 * "a", 8 * "b"
     states.agree("r", {"clients": [3], "words": {}})
