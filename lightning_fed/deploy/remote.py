@@ -320,6 +320,8 @@ class RemoteWork(ClientHalf):
                 expected = replace(expected, model=False)
 
         def read(message: Message) -> Reply:
+            if message.header.get("unregistered") is True:  # its site has lost its folder
+                self._sites.unregistered.add(message.client)
             index = self._loop.population.index_of(message.client)
             size = self._sites.known[message.client].size
             return reply_of(message, index, size, task, algorithm, expected, measure.get("what", ""))

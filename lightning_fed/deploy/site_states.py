@@ -50,18 +50,18 @@ class SiteStates:
         self._lock.release()
 
     def agreed(self, run: str) -> dict[str, Any] | None:
-        """Return the ids of all clients of a run and the words of columns, None before the first registration."""
+        """Return the ids of all clients of a run, the words of columns and the server's facts, None before them."""
         path = self.folder / run / _AGREED
         if not path.is_file():
             return None
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            return {"clients": found["clients"], "words": found.get("words", {})}
+            return {"clients": found["clients"], "words": found.get("words", {}), "facts": found.get("facts", {})}
         except (ValueError, KeyError, TypeError) as error:
             raise FederatedError(f"{path} is damaged: {error}. Delete the folder, and start a new run.") from error
 
     def agree(self, run: str, agreed: Mapping[str, Any]) -> None:
-        """Save the ids of all clients of a run and the words of columns."""
+        """Save what :meth:`agreed` returns."""
         if (before := self.agreed(run)) == agreed:
             return
         if before is not None and before["clients"] != agreed["clients"]:

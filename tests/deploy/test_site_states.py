@@ -47,10 +47,11 @@ def states(tmp_path: Path) -> Iterator[SiteStates]:
 
 def test_state_is_read_in_the_requested_version(states: SiteStates) -> None:
     for words in ({}, {"ward": ["eye"]}):
-        states.agree("r", {"clients": [3], "words": words})
-        assert states.agreed("r") == {"clients": [3], "words": words}
+        agreed = {"clients": [3], "words": words, "facts": {"seed": "0"}}
+        states.agree("r", agreed)
+        assert states.agreed("r") == agreed
     (states.folder / "r" / "agreed.json").write_text('{"clients": [3]}')  # written by an earlier version
-    assert states.agreed("r") == {"clients": [3], "words": {}}
+    assert states.agreed("r") == {"clients": [3], "words": {}, "facts": {}}
     assert states.read("r", 3, 0, of(0)) is None
     for version in (1, 2, 3):
         states.write("r", 0, of(version - 1), of(version), {"c": torch.full((2,), float(version))})
@@ -147,7 +148,7 @@ def test_partial_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
 
 def test_clients_of_a_run_cannot_change(tmp_path: Path) -> None:
     states = SiteStates(tmp_path)
-    run, first = "0123456789abcdef", {"clients": ["a", "b"], "words": {}}
+    run, first = "0123456789abcdef", {"clients": ["a", "b"], "words": {}, "facts": {}}
     states.agree(run, first)
     states.agree(run, first)
     for clients in (["b", "a"], ["a", "b", "c"]):
