@@ -36,7 +36,8 @@ class SiteStates:
             self._lock.acquire()
         except Timeout as error:
             raise FederatedError(
-                f"Another process works with the site's folder {folder}. End it, or give another state_dir."
+                f"Another site, here or in another process, works with the folder {folder}. Close it, or give another"
+                " state_dir."
             ) from error
         except OSError as error:
             raise FederatedError(f"The site's folder {folder} cannot be used: {error.strerror or error}.") from error
@@ -119,6 +120,7 @@ def write_private(path: Path, content: bytes) -> None:
         append_private(work, content)
         os.replace(work, path)
     except OSError as error:
+        work.unlink(missing_ok=True)
         raise FederatedError(
             f"{path} cannot be written: {error.strerror or error}. Earlier states are unchanged."
         ) from error

@@ -21,7 +21,7 @@ MAKE = partial(make_trainer, "Scaffold ii")
 def test_two_processes_cannot_share_a_site_folder(tmp_path: Path) -> None:
     with (
         FederatedSite(MAKE(), model(), make_data([2]), 2, tmp_path),
-        pytest.raises(FederatedError, match="Another process works with the site's folder"),
+        pytest.raises(FederatedError, match="Another site, here or in another process, works with the folder"),
     ):
         FederatedSite(MAKE(), model(), make_data([2]), 2, tmp_path)
 
@@ -116,6 +116,7 @@ def test_failed_state_write_is_named_and_keeps_the_previous_state(
     assert found["c"].tolist() == [1, 1]
     with pytest.raises(FederatedError, match="has versions 1 of fit a"):
         states.read("r", 3, 0, of(2))
+    assert not list(states.folder.rglob(".*.new"))
 
 
 @pytest.mark.skipif(os.name != "posix", reason="modes of folders are those of POSIX")
