@@ -56,10 +56,12 @@ def test_site_that_restarts_with_other_settings_is_rejected(tmp_path: Path) -> N
         make = partial(make_trainer, "FedAvg", clients_per_round=1.0)
         wire = Wire(tmp_path / next(iter(changes)), make)
 
-        def comes(task: Message, wire: Wire = wire, make: Any = partial(make, **changes)) -> list[Message | Refusal]:
+        other = partial(make, **changes)
+
+        def comes(task: Message, wire: Wire = wire, other: Any = other) -> list[Message | Refusal]:
             if task.header["round"] == 2 and task.client == LATE:
                 wire.kill(LATE)
-                wire.make = make
+                wire.make = other
             return wire.answers(task)
 
         wire.comes = comes
