@@ -292,7 +292,7 @@ class _Progress:
         self._phase = header["phase"] if is_before else f"round {header['round']} {header['phase']}"
         self._asked, self._missing = len(tasks), missing
         self._ended = threading.Event()
-        _log.info("%s: %d clients are asked: %s", self._phase, len(tasks), _named(list(tasks)))
+        _log.info("%s: %d clients are asked: %s", self._phase, len(tasks), named(list(tasks)))
         threading.Thread(target=self._log_missing, daemon=True).start()
 
     def _log_missing(self) -> None:
@@ -303,7 +303,7 @@ class _Progress:
             answered = self._asked - len(missing)
             _log.info(
                 "%s: %d of %d have answered in %g s; missing: %s",
-                self._phase, answered, self._asked, waited, _named(missing),
+                self._phase, answered, self._asked, waited, named(missing),
             )  # fmt: skip
 
     def end(self) -> None:
@@ -312,7 +312,8 @@ class _Progress:
         _log.info("%s: %d of %d have answered", self._phase, self._asked - len(self._missing), self._asked)
 
 
-def _named(clients: Sequence[ClientId]) -> str:
+def named(clients: Sequence[ClientId]) -> str:
+    """Return the first clients as text for a line of the log."""
     return ", ".join(map(repr, clients[:_SHOWN])) + (", ..." if len(clients) > _SHOWN else "")
 
 
@@ -323,6 +324,6 @@ def _unanswered(
     reasons = "".join(f" Client {client!r}: {refused[client]}" for client in missing[:_SHOWN] if client in refused)
     return FederatedError(
         f"{'1 client has' if len(missing) == 1 else f'{len(missing)} clients have'} not answered to {phase!r}:"
-        f" {_named(missing)}. The run can continue from its"
+        f" {named(missing)}. The run can continue from its"
         f" last checkpoint once they do; on_client_error='drop' lets it continue without them.{reasons}"
     )

@@ -465,6 +465,8 @@ def reply_of(
     base, fields = Reply(task.round, task.phase, (index,)), Fields(who, header)
     if (failed := header.get("failed")) is not None:
         why = printable(failed) if isinstance(failed, str) else quoted(failed)
+        if task.phase == MEASURE:
+            raise FederatedError(f"{who} is a failure: {why}")
         return replace(base, failed={index: ClientError(f"Client {client!r} has failed: {why}", client)})
     if task.phase == MEASURE:
         found = fields.numbers("measured")

@@ -252,6 +252,7 @@ class RemoteWork(ClientHalf):
     def begin(self, round: int, members: Sequence[Participant], reads_later: bool = False) -> None:
         """Begin a round, or begin it again; reports arrive complete."""
         self._attempt += 1
+        self._fit = secrets.token_hex(4)  # a late copy of an earlier start's task stores its state apart
         self._replied = {}
 
     def chunks(self, task: Task, clients: Sequence[int]) -> list[Sequence[int]]:
@@ -319,6 +320,8 @@ class RemoteWork(ClientHalf):
                 expected = replace(expected, model=False)
 
         def read(message: Message) -> Reply:
+            if message.header.get("unregistered") is True:  # its site has lost its folder
+                self._sites.unregistered.add(message.client)
             index = self._loop.population.index_of(message.client)
             size = self._sites.known[message.client].size
             return reply_of(message, index, size, task, algorithm, expected, measure.get("what", ""))

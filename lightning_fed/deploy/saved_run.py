@@ -14,6 +14,7 @@ from lightning_fed.compat.package import pl
 from lightning_fed.core.errors import FederatedError
 from lightning_fed.core.rounds import RoundReport
 from lightning_fed.core.types import ClientId
+from lightning_fed.deploy.exchange import named
 from lightning_fed.deploy.remote import RemoteClients
 from lightning_fed.deploy.site_process import Maker, called
 from lightning_fed.deploy.transport import Transport
@@ -68,13 +69,13 @@ class _SaveRounds(FederatedCallback, pl.callbacks.Checkpoint):
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
         """Prepare the line to log once the round is saved."""
         done = round_report
-        self._report = f"Round {done.round}: clients {list(done.clients)}, loss {done.loss:.6g}."
+        self._report = f"Round {done.round}: clients {named(list(done.clients))}, loss {done.loss:.6g}."
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save the round."""
         if self._checkpoint.is_file():
             _keep(self._checkpoint, self._checkpoint.with_suffix(f".previous{self._checkpoint.suffix}"))
-        trainer.save_checkpoint(self._checkpoint)
+        trainer.save_checkpoint(self._checkpoint, weights_only=False)
         _log.info("%s", self._report)
 
 

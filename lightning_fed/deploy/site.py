@@ -109,7 +109,7 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
                 self._states.close()  # the next site may use the folder once it is repaired
                 raise
         self._clients: ClientsOutsideFit | None = None
-        self._agreed: dict[str, Any] = {}  # the clients and words that ``_clients`` was made for
+        self._agreed: dict[str, Any] = {}  # the agreement of a run that ``_clients`` was made for
         self._run = ""  # the run of the last task
 
     def answer(self, task: Message) -> Message:
@@ -119,8 +119,8 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
             task: The task.
 
         Raises:
-            FederatedError: If it is of another run, method, model or version, for another client, or if this site lacks
-                a state that it needs.
+            FederatedError: If it is of another method, model or version, for another client, or if this site lacks a
+                state that it needs.
         """
         start = time.monotonic()
         try:
@@ -162,11 +162,12 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
         check_phase(task, self._settings)
         agreed = self._states.agreed(run)
         if agreed is None:
-            raise FederatedError(
-                f"The site of client {client_id!r} has received a task of run {run}, and has not registered for that"
-                " run. The server must register clients first."
+            why = (
+                f"The site of client {client_id!r} has not registered for run {run}, or has lost its state_dir since."
+                " The server registers it for a later round, or when it is started again."
             )
-        return self._work(task, self._made(agreed, run))
+            return Message({**address(task), "failed": why, "unregistered": True})
+        return self._work(task, self._made(agreed, run, client_id))
 
     def _share(self, task: Message) -> Message:
         """Return the words of the requested columns, if the site's operator shares them."""
@@ -187,15 +188,14 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
     def _register(self, task: Message) -> Message:
         check_registration(task)
         header, client_id = task.header, task.client
-        check_facts(self._facts, header["facts"], client_id)
         clients, words = list(header["clients"]), words_in(task, "The server's registration request")
         self._check_shared(list(words), client_id)
         for own in self.client_ids:
             if own not in clients:
                 raise FederatedError(f"The server has no client {own!r}. Its client_ids must name all clients.")
-        made = self._made({"clients": clients, "words": words}, header["run"])
-        check_facts(made.optimizer_facts, header["facts"], client_id)
-        self._states.agree(header["run"], self._agreed)
+        agreed = {"clients": clients, "words": words, "facts": dict(header["facts"])}
+        made = self._made(agreed, header["run"], client_id)
+        self._states.agree(header["run"], agreed)
         with self._sealed():
             val = self._data.client_val_dataset(client_id)
             facts = {
@@ -206,19 +206,25 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
             }
         return Message({**address(task), **facts})
 
-    def _made(self, agreed: dict[str, Any], run: str) -> "ClientsOutsideFit":
-        """Return the object that answers for the clients in a run, created at the first task."""
-        if self._clients is not None and self._agreed != agreed:
+    def _made(self, agreed: dict[str, Any], run: str, client_id: ClientId) -> "ClientsOutsideFit":
+        """Return the object that answers for the clients in a run, created at the first task.
+
+        Raise if the settings here are not the server's. This process may have started after the registration.
+        """
+        made = self._clients
+        if made is None or self._agreed != agreed:
             self._leave()
-        if self._clients is None:
-            self._agreed, among = agreed, agreed["clients"]
+            check_facts(self._facts, agreed["facts"], client_id)
             with self._sealed():
                 self._data.use_words(agreed["words"])
-                self._clients = ClientsOutsideFit(self._trainer, self._model, self._data, self.client_ids, among)
+                made = ClientsOutsideFit(self._trainer, self._model, self._data, self.client_ids, agreed["clients"])
+            self._clients = made
+            check_facts(made.optimizer_facts, agreed["facts"], client_id)
+            self._agreed = agreed
         elif self._run != run:
-            self._clients.forget_round()  # a round of another run may have the same number
+            made.forget_round()  # a round of another run may have the same number
         self._run = run
-        return self._clients
+        return made
 
     def _work(self, message: Message, clients: "ClientsOutsideFit") -> Message:
         client_id, header = message.client, message.header
@@ -305,6 +311,7 @@ class FederatedSite(AbstractContextManager["FederatedSite"]):
             )
 
     def _leave(self) -> None:
+        self._agreed = {}
         if self._clients is not None:
             self._clients.close()
             self._clients = None

@@ -23,9 +23,9 @@ _log = logging.getLogger("lightning_fed.deploy.site")
 class SiteStates:
     """A folder for this user alone, with a subfolder of agreements and client states for each run.
 
-    A state's version has two parts: the round after which it holds, counted from 1, and the fit that asked for the
-    round. So two servers that continue one run do not share states. Version 0 means that a client has not taken part
-    yet and has no state.
+    A state's version has two parts: the round after which it holds, counted from 1, and a name of the round's start,
+    "fit". So two servers that continue one run do not share states, nor do two starts of a round. Version 0 means that
+    a client has not taken part yet and has no state.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -36,7 +36,8 @@ class SiteStates:
             self._lock.acquire()
         except Timeout as error:
             raise FederatedError(
-                f"Another process works with the site's folder {folder}. End it, or give another state_dir."
+                f"Another site, here or in another process, works with the folder {folder}. Close it, or give another"
+                " state_dir."
             ) from error
         except OSError as error:
             raise FederatedError(f"The site's folder {folder} cannot be used: {error.strerror or error}.") from error
@@ -50,18 +51,18 @@ class SiteStates:
         self._lock.release()
 
     def agreed(self, run: str) -> dict[str, Any] | None:
-        """Return the ids of all clients of a run and the words of columns, None before the first registration."""
+        """Return the ids of all clients of a run, the words of columns and the server's facts, None before them."""
         path = self.folder / run / _AGREED
         if not path.is_file():
             return None
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            return {"clients": found["clients"], "words": found.get("words", {})}
+            return {"clients": found["clients"], "words": found.get("words", {}), "facts": found.get("facts", {})}
         except (ValueError, KeyError, TypeError) as error:
             raise FederatedError(f"{path} is damaged: {error}. Delete the folder, and start a new run.") from error
 
     def agree(self, run: str, agreed: Mapping[str, Any]) -> None:
-        """Save the ids of all clients of a run and the words of columns."""
+        """Save what :meth:`agreed` returns."""
         if (before := self.agreed(run)) == agreed:
             return
         if before is not None and before["clients"] != agreed["clients"]:
@@ -105,8 +106,10 @@ class SiteStates:
         return self.folder / run / f"{index}.{number}.{fit}.state"
 
     def _versions(self, run: str, index: int) -> list[Version]:
-        parts = (path.name.split(".") for path in (self.folder / run).glob(f"{index}.*.*.state"))
-        return sorted((int(number), fit) for _, number, fit, _ in parts)
+        """Return the versions here by round, and those of one round as they were written."""
+        found = {path: path.name.split(".") for path in (self.folder / run).glob(f"{index}.*.*.state")}
+        ordered = sorted(found, key=lambda path: (int(found[path][1]), path.stat().st_mtime_ns))
+        return [(int(found[path][1]), found[path][2]) for path in ordered]
 
 
 def write_private(path: Path, content: bytes) -> None:
@@ -117,6 +120,7 @@ def write_private(path: Path, content: bytes) -> None:
         append_private(work, content)
         os.replace(work, path)
     except OSError as error:
+        work.unlink(missing_ok=True)
         raise FederatedError(
             f"{path} cannot be written: {error.strerror or error}. Earlier states are unchanged."
         ) from error

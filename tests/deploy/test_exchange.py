@@ -80,8 +80,8 @@ def test_log_names_asked_and_missing_clients_and_counts_answers(
 
 
 def test_log_line_names_only_a_few_clients() -> None:
-    assert exchange._named(["bank", 2]) == "'bank', 2"
-    assert exchange._named(list(range(1000))) == "0, 1, 2, 3, 4, ..."
+    assert exchange.named(["bank", 2]) == "'bank', 2"
+    assert exchange.named(list(range(1000))) == "0, 1, 2, 3, 4, ..."
 
 
 @pytest.mark.thorough

@@ -1,5 +1,6 @@
 """A client that registers after the first round has begun takes part from the next round on."""
 
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,43 @@ def test_late_client_joins_from_the_next_round_as_after_a_restart(method: str, t
     wire.comes = wire.answers
     wire.run(again, ckpt_path=tmp_path / "two.ckpt")
     assert torch.equal(parameters(module), parameters(again))
+
+
+def test_site_that_restarts_with_other_settings_is_rejected(tmp_path: Path) -> None:
+    """Neither a seed nor a bound of gradients shows in the numbers of a task."""
+    for changes in ({"seed": 3}, {"gradient_clip_val": 0.01}):
+        make = partial(make_trainer, "FedAvg", clients_per_round=1.0)
+        wire = Wire(tmp_path / next(iter(changes)), make)
+
+        other = partial(make, **changes)
+
+        def comes(task: Message, wire: Wire = wire, other: Any = other) -> list[Message | Refusal]:
+            if task.header["round"] == 2 and task.client == LATE:
+                wire.kill(LATE)
+                wire.make = other
+            return wire.answers(task)
+
+        wire.comes = comes
+        with pytest.raises(FederatedError, match=f"its {next(iter(changes))} is .*, the server's is .*. Start both"):
+            wire.run()
+
+
+@pytest.mark.parametrize("method", ["FedAvg", "Scaffold ii"])
+def test_site_that_has_lost_its_folder_registers_again(method: str, tmp_path: Path) -> None:
+    wire = Wire(tmp_path, partial(make_trainer, method, clients_per_round=1.0, **DROPS))
+
+    def comes(task: Message) -> list[Message | Refusal]:
+        if task.header["round"] == 1 and task.client == LATE:
+            wire.kill(LATE)
+            shutil.rmtree(tmp_path / str(LATE))
+        return wire.answers(task)
+
+    wire.comes = comes
+    _, reports = wire.run()
+    why = [report.failed.get(LATE, "") for report in reports]
+    assert "has lost its state_dir" in why[1]
+    assert "has not registered" in why[2]
+    assert [bool(reason) for reason in why] == [False, True, True, *[method != "FedAvg"] * 2]
 
 
 @pytest.mark.parametrize(

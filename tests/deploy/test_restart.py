@@ -90,6 +90,34 @@ def test_run_resumes_in_simulation_unless_sites_keep_states(tmp_path: Path) -> N
         simulated(partial(make_trainer, "Scaffold ii"), ckpt_path=tmp_path / "Scaffold ii.ckpt")
 
 
+@pytest.mark.thorough
+def test_second_copy_of_a_task_of_an_abandoned_attempt_changes_no_state(tmp_path: Path) -> None:
+    """A client that fails makes the round begin again, and a transport may deliver the first task once more."""
+    make = partial(make_trainer, "Scaffold ii gradient", clients_per_round=1.0, on_client_error="drop", max_rounds=2)
+    ends = list[torch.Tensor]()
+    for copies in (0, 1):
+        wire, module, first = Wire(tmp_path / str(copies), make), model(), dict[Any, Message]()
+
+        def comes(task: Message, copies: int = copies, first: Any = first, wire: Wire = wire) -> list[Message]:
+            header = task.header
+            is_first = (header["phase"], header["round"], header["attempt"]) == ("train", 0, 0)
+            if is_first and task.client == 1:
+                return []
+            reply = wire.answer(task)
+            if is_first:
+                first[task.client] = task
+            elif header["phase"] == "train" and header["round"] == 0:
+                for old in [first[task.client]] * copies:
+                    wire.answer(old)
+            return [reply]
+
+        wire.comes = comes
+        _, reports = wire.run(module)
+        assert list(reports[0].cohort) == [0, 2, 3]
+        ends.append(parameters(module))
+    assert torch.equal(*ends)
+
+
 def disturbed(method: str, folder: Path, seed: int) -> tuple[Any, int]:
     """Run over sites, end servers and sites at random moments, and return the module and the number of ends."""
     chance, make, ends = random.Random(seed), partial(make_trainer, method), 0

@@ -21,7 +21,7 @@ MAKE = partial(make_trainer, "Scaffold ii")
 def test_two_processes_cannot_share_a_site_folder(tmp_path: Path) -> None:
     with (
         FederatedSite(MAKE(), model(), make_data([2]), 2, tmp_path),
-        pytest.raises(FederatedError, match="Another process works with the site's folder"),
+        pytest.raises(FederatedError, match="Another site, here or in another process, works with the folder"),
     ):
         FederatedSite(MAKE(), model(), make_data([2]), 2, tmp_path)
 
@@ -47,10 +47,11 @@ def states(tmp_path: Path) -> Iterator[SiteStates]:
 
 def test_state_is_read_in_the_requested_version(states: SiteStates) -> None:
     for words in ({}, {"ward": ["eye"]}):
-        states.agree("r", {"clients": [3], "words": words})
-        assert states.agreed("r") == {"clients": [3], "words": words}
+        agreed = {"clients": [3], "words": words, "facts": {"seed": "0"}}
+        states.agree("r", agreed)
+        assert states.agreed("r") == agreed
     (states.folder / "r" / "agreed.json").write_text('{"clients": [3]}')  # written by an earlier version
-    assert states.agreed("r") == {"clients": [3], "words": {}}
+    assert states.agreed("r") == {"clients": [3], "words": {}, "facts": {}}
     assert states.read("r", 3, 0, of(0)) is None
     for version in (1, 2, 3):
         states.write("r", 0, of(version - 1), of(version), {"c": torch.full((2,), float(version))})
@@ -75,6 +76,17 @@ def test_late_duplicate_of_an_old_task_keeps_newer_states(states: SiteStates) ->
     for version in (3, 2, 1):  # a server may send anything
         states.write("r", 0, of(0), of(version), {"c": torch.ones(2)})
     assert len(list((states.folder / "r").glob("*.state"))) == 3
+
+
+def test_second_copy_of_a_task_of_an_abandoned_server_keeps_the_states_of_the_last_one(states: SiteStates) -> None:
+    states.agree("r", {"clients": [3], "words": {}})
+    states.write("r", 0, (0, "0"), (1, "d"), {"c": torch.zeros(2)})
+    for fit in "cba":  # three servers in turn, of which the first two ended in the middle of the round
+        states.write("r", 0, (1, "d"), (2, fit), {"c": torch.ones(2)})
+        os.utime(states.folder / "r" / f"0.2.{fit}.state", ns=(0, ord("d") - ord(fit)))
+    states.write("r", 0, (1, "d"), (2, "c"), {"c": torch.zeros(2)})
+    assert states.read("r", 3, 0, (2, "a")) is not None
+    assert states.read("r", 3, 0, (1, "d")) is not None
 
 
 def test_slower_of_two_servers_of_a_run_is_rejected(states: SiteStates) -> None:
@@ -104,6 +116,7 @@ def test_failed_state_write_is_named_and_keeps_the_previous_state(
     assert found["c"].tolist() == [1, 1]
     with pytest.raises(FederatedError, match="has versions 1 of fit a"):
         states.read("r", 3, 0, of(2))
+    assert not list(states.folder.rglob(".*.new"))
 
 
 @pytest.mark.skipif(os.name != "posix", reason="modes of folders are those of POSIX")
@@ -136,7 +149,7 @@ def test_partial_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
 
 def test_clients_of_a_run_cannot_change(tmp_path: Path) -> None:
     states = SiteStates(tmp_path)
-    run, first = "0123456789abcdef", {"clients": ["a", "b"], "words": {}}
+    run, first = "0123456789abcdef", {"clients": ["a", "b"], "words": {}, "facts": {}}
     states.agree(run, first)
     states.agree(run, first)
     for clients in (["b", "a"], ["a", "b", "c"]):

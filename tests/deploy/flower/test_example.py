@@ -74,6 +74,13 @@ def test_example_app_loads_its_tables(tmp_path: Path, monkeypatch: pytest.Monkey
     }, "neither data nor keys are sent to the sites"
 
 
+def test_documented_installation_has_what_the_example_imports() -> None:
+    """Its sites read tables."""
+    for name in ("README.md", "Dockerfile", "pyproject.toml"):
+        found = re.findall(r"lightning_fed\[(.*?)\]", (ROOT / "examples" / "deploy" / name).read_text(encoding="utf-8"))
+        assert found == ["flower,tables"], name
+
+
 FOLDER = ROOT / "examples" / "deploy"
 UNITS = sorted((FOLDER / "systemd").glob("*.service"))
 ENVIRONMENT = {"SUPERLINK": "server.example:8000", "CLIENT": "bank", "TABLE": "/srv/bank.csv"}
