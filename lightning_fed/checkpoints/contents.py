@@ -29,14 +29,19 @@ class SafeContents:
     def __init__(self) -> None:
         self._unsafe: dict[_Path, Any] = {}  # the unsafe values so far, to skip testing the same object again
         self._reported: set[_Path] = set()
+        self._is_checked = False
 
     def of(self, checkpoint: Mapping[str, Any], module: pl.LightningModule) -> dict[str, Any]:
         """Return a checkpoint that loads with ``weights_only=True``.
 
         It leaves out whole entries: hyper-parameters, callbacks' states, entries of schedules' and data modules'
-        states, and entries that hooks add. NumPy numbers become Python numbers.
+        states, and entries that hooks add. NumPy numbers become Python numbers. Raise if an optimizer has such a value.
         """
         safe = {key: value if key == "state_dict" else _without_numpy(value) for key, value in checkpoint.items()}
+        if "optimizer_states" in safe and not self._is_checked:
+            check_loads(safe["optimizer_states"], "The state or an option of the local optimizer")
+            check_loads(_server_step(safe).get("optimizer"), "The state or an option of server_optimizer")
+            self._is_checked = True
         entries = list(_entries(safe))
         left_out: dict[_Path, Any] = {}
         for path, parent, name in entries:
@@ -120,9 +125,13 @@ def _entries(checkpoint: dict[str, Any]) -> Iterator[tuple[_Path, dict[str, Any]
             yield from (((key, str(name)), value, name) for name in value)
         elif key not in _OURS:
             yield (key,), checkpoint, key
-    server = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("step", {})
-    schedule = server.get("schedule") or {}
+    schedule = _server_step(checkpoint).get("schedule") or {}
     yield from ((("server_lr_scheduler", str(name)), schedule, name) for name in schedule)
+
+
+def _server_step(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("step", {})
+    return found
 
 
 def check_loads(value: Any, what: str) -> None:
@@ -130,8 +139,9 @@ def check_loads(value: Any, what: str) -> None:
     safe = _without_numpy(value)
     if not _loads(safe):
         raise FederatedError(
-            f"{what} holds {', '.join(_kinds(safe))}, which does not load without running code. Return numbers, text,"
-            " tensors, and dicts and lists of them."
+            f"{what} holds {', '.join(_kinds(safe))}, which does not load from a checkpoint without running code. Use"
+            " numbers, text, tensors, and dicts and lists of them, or allow the type with"
+            " torch.serialization.add_safe_globals."
         )
 
 

@@ -74,8 +74,8 @@ def _continue(
 
 def check_optimizer_states(optimizer: torch.optim.Optimizer, what: str) -> None:
     """Raise if a loaded optimizer state is invalid; the optimizer checks the entries' meaning."""
-    for entries in optimizer.state.values():
-        if not isinstance(entries, Mapping):
+    for key, entries in optimizer.state.items():
+        if isinstance(key, torch.Tensor) and not isinstance(entries, Mapping):
             raise FederatedError(f"The checkpoint's state of {what} holds {kind_of(entries)} for a parameter.")
     for group in optimizer.param_groups:
         rate = group.get("lr", 0.0)

@@ -1,9 +1,10 @@
 """Properties of torch optimizers: support for corrections, coupled weight decay, devices of states."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from inspect import Parameter, signature, unwrap
+from numbers import Real
 from operator import itemgetter
 from typing import Any
 
@@ -122,6 +123,69 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
         yield value
     for part in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
         yield from _tensors_in(part)
+
+
+def refuse_lost_statistics(optimizer: Optimizer, keeper: str) -> None:
+    """Let steps raise if they change numbers that ``keeper`` does not keep.
+
+    It keeps tensors and numbers in ``self.state[parameter]``. Many optimizers of other packages count their steps in a
+    parameter group.
+    """
+    before: list[dict[str, Any]] = []
+
+    def remember(*_: Any) -> None:
+        before[:] = [
+            {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
+            for group in optimizer.param_groups
+        ]
+
+    def compare(*_: Any) -> None:
+        lost = [
+            f"the option {name!r} of a parameter group"
+            for group, was in zip(optimizer.param_groups, before, strict=True)
+            for name, value in group.items()
+            if name != "params" and not _is_same(value, was.get(name))
+        ]
+        for key, entries in optimizer.state.items():
+            kept = entries.items() if isinstance(key, Tensor) else [(key, entries)]
+            lost += [
+                f"{name!r} in its state"
+                for name, value in kept
+                if not isinstance(key, Tensor) or not isinstance(value, (Tensor, Real, type(None)))
+            ]
+        if lost:
+            raise FederatedError(
+                f"{type(optimizer).__name__} changes {lost[0]} as it steps, and {keeper} keeps tensors and numbers in"
+                " self.state[parameter] alone: a client would continue from half of its state. Return an optimizer that"
+                f" has all of it there, such as torch.optim.Adam, or do without {keeper}."
+            )
+
+    optimizer.register_step_pre_hook(remember)
+    optimizer.register_step_post_hook(compare)
+
+
+def _is_same(value: Any, was: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(was, Tensor):
+        return torch.equal(value, was)
+    return value is was or (isinstance(value, (Real, str, tuple)) and bool(value == was))
+
+
+def known_loss(optimizer: Optimizer, loss: Any) -> Callable[[], Any]:
+    """Return a closure that gives an optimizer the loss of its step, which is already computed.
+
+    It raises when it is called again: a second evaluation would need a second gradient.
+    """
+    given = [loss]
+
+    def closure() -> Any:
+        if not given:
+            raise FederatedError(
+                f"{type(optimizer).__name__} evaluates the loss twice in a step, so that no correction of one gradient"
+                " can be injected. Use an optimizer that evaluates it once, such as SGD or Adam."
+            )
+        return given.pop()
+
+    return closure
 
 
 def is_plain_sgd(optimizer: Optimizer) -> bool:

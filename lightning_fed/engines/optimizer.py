@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from lightning_fed.core.torch_optimizers import (
     device_of,
     inner_optimizers,
     is_plain_sgd,
+    known_loss,
     take_plain_step,
     without_coupled_decay,
 )
@@ -26,6 +28,7 @@ from lightning_fed.core.types import State, Vector
 from lightning_fed.engines.local_schedule import LocalSchedule
 
 _NO_CONTEXT = nullcontext()
+_NUMBER = ":number"  # ends the name of a statistic that is a number of Python: a tensor would round its powers
 
 
 class StepPlan(NamedTuple):
@@ -131,6 +134,13 @@ class _Wrapper(Optimizer):
         """Clear the gradients as the wrapped optimizer does."""
         self.base.zero_grad(set_to_none)
 
+    def __getattr__(self, name: str) -> Any:
+        """Return a public attribute of the wrapped optimizer, such as ``train`` of a schedule-free one."""
+        base = self.__dict__.get("_base")
+        if base is None or name.startswith("_"):  # such as whether it unscales gradients itself
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(base, name)
+
     def __repr__(self) -> str:
         """Return the wrapped optimizer as text."""
         return f"FederatedOptimizer({self.base!r})"
@@ -153,7 +163,7 @@ class FederatedOptimizer(_Wrapper):
        the gradients are unscaled and finite;
     2. pass every gradient, plus coupled weight decay, to the method's ``correct``. If the method looks ahead, first
        pass all of them to ``second_gradient_at``, and take the gradient at that point on the same batch;
-    3. step the user's optimizer without coupled decay.
+    3. step the user's optimizer without coupled decay. One of another package gets the loss, which it may read.
 
     A module with manual optimization may have several optimizers: their :class:`JointOptimizer` is then wrapped.
     The module steps :attr:`parts`, and each part corrects its own gradients.
@@ -168,12 +178,9 @@ class FederatedOptimizer(_Wrapper):
         index = {id(p): i for i, group in enumerate(base.param_groups) for p in group["params"]}
         self._groups = [index[id(p)] for p in flat.params]
         own = base.parts if isinstance(base, JointOptimizer) else [base]
-        self._inner = [
-            inner
-            for part in own
-            if not type(part).__module__.startswith("torch.optim.")
-            for inner in inner_optimizers(part)
-        ]
+        foreign = [part for part in own if not type(part).__module__.startswith("torch.optim.")]
+        self._inner = [inner for part in foreign for inner in inner_optimizers(part)]
+        self.readers = [part for part in foreign if "closure" in signature(type(part).step).parameters]  # of the loss
         self.clip: Callable[[], None] | None = None  # clips corrected gradients
         self.schedule: LocalSchedule | None = None  # sets the options of each local step
         self.refuse_frozen: Callable[[Sequence[int]], None] | None = None  # if the module steps its optimizers itself
@@ -314,7 +321,10 @@ class FederatedOptimizer(_Wrapper):
             self._load_solver(work.solver)
         if not take_plain_step(base, has_decay=self.plan.injects):
             with without_coupled_decay(base) if self.plan.injects else _NO_CONTEXT:
-                base.step()
+                if loss is not None and base in self.readers:
+                    base.step(closure=known_loss(base, loss))
+                else:
+                    base.step()
         if work.solver is not None:
             base.state.clear()
         for i, group in enumerate(base.param_groups, first):
@@ -414,7 +424,10 @@ class FederatedOptimizer(_Wrapper):
             if entries:
                 group = base.param_groups[number]
                 base.state[p] = {
-                    name: value.to(device_of(name, p, group), copy=True) for name, value in entries.items()
+                    name.removesuffix(_NUMBER): value.item()
+                    if name.endswith(_NUMBER)
+                    else value.to(device_of(name, p, group), copy=True)
+                    for name, value in entries.items()
                 }
 
     def placed(self, state: State) -> State:
@@ -431,12 +444,15 @@ class FederatedOptimizer(_Wrapper):
 
     def solver_state(self) -> State:
         """Return copies of the wrapped optimizer's state, by ``solver.<parameter>.<name>``."""
-        return {
-            f"solver.{i}.{name}": value.detach().clone() if isinstance(value, Tensor) else torch.tensor(value)
-            for i, p in enumerate(self.flat.params)
-            for name, value in self.base.state.get(p, {}).items()
-            if value is not None
-        }
+        found: State = {}
+        for i, p in enumerate(self.flat.params):
+            for name, value in self.base.state.get(p, {}).items():
+                if isinstance(value, Tensor):
+                    found[f"solver.{i}.{name}"] = value.detach().clone()
+                elif value is not None:
+                    dtype = torch.float64 if isinstance(value, float) else None
+                    found[f"solver.{i}.{name}{_NUMBER}"] = torch.tensor(value, dtype=dtype)
+        return found
 
     @torch.no_grad()
     def advance_solver(self, state: State, g: Vector, x: Vector) -> State:
@@ -512,7 +528,7 @@ class OptimizerPart(_Wrapper):
 
     def __init__(self, whole: FederatedOptimizer, share: _Share) -> None:
         super().__init__(share.optimizer, whole.flat)
-        self._whole, self.share = whole, share
+        self._whole, self.share, self.readers = whole, share, whole.readers
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Take one local step of its parameters; see :meth:`FederatedOptimizer.step`."""

@@ -141,8 +141,25 @@ class ServerStep:
                 )
         self.x.copy_(state["x"])
         self.optimizer.load_state_dict(state["optimizer"])
+        held = [p for group in self.optimizer.param_groups for p in group["params"]]
+        has_dtype = state["x"].dtype == self.x.dtype
+        # PyTorch casts all statistics to the parameters' dtype, also those of another one, such as NAdam's product
+        for number, saved in state["optimizer"]["state"].items() if has_dtype else ():
+            if isinstance(number, int) and number < len(held):
+                self.optimizer.state[held[number]] = _with_dtypes(self.optimizer.state[held[number]], saved)
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["schedule"])
+
+
+def _with_dtypes(loaded: Any, saved: Any) -> Any:
+    """Return loaded statistics of an optimizer, those with another dtype than the saved ones replaced by these."""
+    if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device, copy=True)
+    if type(loaded) is dict and type(saved) is dict:
+        return {name: _with_dtypes(value, saved.get(name)) for name, value in loaded.items()}
+    if type(loaded) in (list, tuple) and type(saved) is type(loaded):
+        return type(loaded)(map(_with_dtypes, loaded, saved))
+    return loaded
 
 
 FORMAT = 3  # the format of :meth:`Server.state_dict`; increment it when older versions cannot read a change

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from operator import itemgetter
 
 import torch
@@ -23,6 +24,7 @@ from lightning_fed.core.torch_optimizers import (
     copies_of_parameters,
     inner_optimizers,
     is_plain_sgd,
+    refuse_lost_statistics,
     refuse_unsupported,
 )
 from lightning_fed.core.types import LocalScheduleMode
@@ -324,17 +326,38 @@ def _check_personal_rate(trainer: pl.Trainer, algorithm: Ditto | PFedMe, optimiz
 def _check_state(optimizer: Optimizer, name: str, keeper: str | None) -> None:
     """Raise if a third-party optimizer passes state between clients; ``keeper`` names what keeps its state, if any."""
     kind = type(optimizer).__name__
+    for group in optimizer.param_groups:
+        if not isinstance(rate := group.get("lr"), (Real, Tensor)):
+            raise FederatedError(
+                f"{name} returned {kind}, whose parameter group has lr={rate!r}: methods, schedules and logs read the"
+                " rate of every group there. Give it a number, such as lr=1e-3, and turn off an option that computes"
+                " the rate, such as relative_step. If it takes no lr, return another optimizer."
+            )
+    if "param_groups" not in (found := optimizer.state_dict()):
+        raise FederatedError(
+            f"{name} returned {kind}, whose state_dict() has {', '.join(map(repr, found))} instead of 'param_groups':"
+            " checkpoints and rounds read the options of its groups there. Return the optimizer that it wraps, or add"
+            " them in state_dict() and load_state_dict()."
+        )
     if (attribute := copies_of_parameters(optimizer)) is not None:
         raise FederatedError(
             f"{name} returned {kind}, whose attribute {attribute!r} holds copies of the parameters. Clients start from"
             " the server's, with a new optimizer each, and these copies would stay. Let the optimizer make them in its"
             " first step, in self.state[parameter]."
         )
+    is_shared = any(getattr(value, "state", None) is optimizer.state for value in vars(optimizer).values())
+    if not is_shared and any(entry != {} for entry in optimizer.state.values()):
+        raise FederatedError(
+            f"{name} returned {kind}, whose state is not empty when it is created. Every client starts with an"
+            " empty one. Let the optimizer fill self.state[parameter] in its first step, or return another optimizer."
+        )
     if keeper is not None and (inner := inner_optimizers(optimizer)):
         raise FederatedError(
             f"{name} returned {kind}, which wraps {type(inner[0]).__name__}. {keeper} keeps the state of one optimizer:"
             f" return {type(inner[0]).__name__} alone."
         )
+    if keeper is not None:
+        refuse_lost_statistics(optimizer, keeper)
 
 
 def check_schedules(trainer: pl.Trainer, local_schedule: LocalScheduleMode | None) -> None:

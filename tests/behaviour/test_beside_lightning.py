@@ -22,7 +22,7 @@ from pytorch_lightning.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lightning_fed import FederatedDataModule, FederatedError, FederatedTrainer
-from tests.helpers.training import QUIET, Net, classification, parameters, seeded
+from tests.helpers.training import QUIET, Net, classification, parameters, same, seeded
 
 TRAIN, VAL = classification(18, 0), classification(40, 77)  # five batches: four of four examples and one of two
 
@@ -312,3 +312,28 @@ def test_all_loaders_are_closed_after_fit(engine: str, fails: bool) -> None:
         trainer.fit(seeded(Fails), Own())
     assert len(is_open) >= 3
     assert not any(is_open)
+
+
+class ScalesByLoss(torch.optim.SGD):
+    """Takes steps in proportion to the loss, which Lightning's closure returns."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        assert closure is not None
+        with torch.enable_grad():
+            loss = closure()
+        for p in self.param_groups[0]["params"]:
+            p.sub_(0.1 * loss * p.grad)
+        return loss
+
+
+class ScaledByLoss(Logs):
+    def configure_optimizers(self) -> Any:
+        return ScalesByLoss(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_optimizer_that_reads_the_loss_matches_lightning(clip: float | None) -> None:
+    options = {"max_epochs": 1, "gradient_clip_val": clip}
+    ours, theirs = (run(ScaledByLoss, **options).lightning_module for run in (federated, plain))
+    assert same(parameters(ours), parameters(theirs))

@@ -16,7 +16,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 
-from lightning_fed import FederatedDataModule, FederatedTrainer
+from lightning_fed import FederatedDataModule, FederatedError, FederatedTrainer
 from lightning_fed.checkpoints.contents import SafeContents
 from lightning_fed.cli.main import main
 from tests.helpers.training import QUIET, Net, clients, parameters, same, seeded, trainer
@@ -94,6 +94,34 @@ def test_unsafe_entries_are_left_out_with_one_warning(tmp_path: Path) -> None:
     assert not {"transform", "folder"} & saved["datamodule_hyper_parameters"].keys()
     assert "Keeps" not in saved["callbacks"]
     assert {"loss", "extra"} <= model.hparams.keys()  # the module keeps its own
+
+
+class Typed(torch.optim.SGD):
+    """Has an option, or statistics, of a user's class."""
+
+    def __init__(self, params: Any, lr: float, option: Any = None) -> None:
+        super().__init__(params, lr, momentum=0.9)
+        self.param_groups[0]["norm"] = option
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for p in self.param_groups[0]["params"] if self.param_groups[0]["norm"] is None else ():
+            self.state[p]["speed"] = Speed(1)
+
+
+class LocalTyped(Net):
+    def configure_optimizers(self) -> Any:
+        return Typed(self.parameters(), 0.1, Speed(1))
+
+
+@pytest.mark.parametrize("where", ["local optimizer", "server_optimizer"])
+def test_optimizer_that_cannot_be_loaded_is_rejected_at_the_first_save(tmp_path: Path, where: str) -> None:
+    is_local = where == "local optimizer"
+    model = seeded(LocalTyped if is_local else Net, dropout=0.0)
+    options = {} if is_local else {"server_optimizer": partial(Typed, lr=1.0)}
+    with pytest.raises(FederatedError, match=f"option of (the )?{where} holds Speed, which does not load"):
+        run(tmp_path, model, **options)
+    assert not list(tmp_path.glob("*.ckpt"))
 
 
 UNSAFE: dict[str, Any] = {

@@ -38,6 +38,7 @@ def test_changed_work_warns_and_changed_parameters_or_data_raise(origin: object)
 def test_invalid_optimizer_state_is_rejected(change: str, message: str) -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
+    optimizer.state["k"] = torch.ones(1)  # of all parameters, as in MADGRAD
     check_optimizer_states(optimizer, "the server's optimizer")
     if change == "lr":
         optimizer.param_groups[0]["lr"] = "x"

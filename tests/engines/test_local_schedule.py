@@ -232,6 +232,39 @@ class Copies(torch.optim.SGD):
         self.slow = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
 
 
+class Prepares(torch.optim.SGD):
+    """Makes its state when it is created."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr, momentum=0.9)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["momentum_buffer"] = torch.ones_like(p)
+
+
+class Nests(torch.optim.SGD):
+    """Has its own form of a state dict, as wrappers do."""
+
+    def state_dict(self) -> Any:
+        return {"inner": super().state_dict()}
+
+
+class Lists(torch.optim.SGD):
+    """Has a list of tensors in its state."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p].setdefault("past", []).append(p.grad)
+
+
+class Shares(Lists):
+    """Has a number for all parameters in its state."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        SGD.step(self)
+        self.state["k"] = 1
+
+
 def averaging(params: Any) -> Averages:
     return Averages(torch.optim.Adam(params, lr=0.1))
 
@@ -244,13 +277,23 @@ def test_every_client_gets_a_new_optimizer_of_any_kind(make: Any) -> None:
     assert len({report.update_norm for report in seen.reports[3:]}) == 1
 
 
+KEEP = {"local_optimizer_state": "keep"}
+
+
 @pytest.mark.parametrize(
     ("make", "options", "reason"),
     [
         (lambda params: CountsSteps(params, {"lr": 0.1}), {}, "changes its attribute CountsSteps.taken as it steps"),
         (partial(Copies, lr=0.1), {}, "whose attribute 'slow' holds copies of the parameters"),
-        (averaging, {"local_optimizer_state": "keep"}, "Averages, which wraps Adam.* return Adam alone"),
+        (averaging, KEEP, "Averages, which wraps Adam.* return Adam alone"),
         (averaging, {"algorithm": Mime()}, "Averages, which wraps Adam. Mime keeps the state of one optimizer"),
+        (partial(Prepares, lr=0.1), {}, "Prepares, whose state is not empty when it is created"),
+        (partial(Nests, lr=0.1), {}, "Nests, whose state_dict.. has 'inner' instead of 'param_groups'"),
+        (lambda params: Counts(params, {}), {}, "Counts, whose parameter group has lr=None"),
+        (lambda params: Counts(params, {"lr": 0.1}), KEEP, "Counts changes the option 'step' of a parameter group"),
+        (lambda params: Counts(params, {"lr": 0.1}), {"algorithm": Mime()}, "Counts changes .* and Mime keeps tensors"),
+        (partial(Lists, lr=0.1), KEEP, "Lists changes 'past' in its state"),
+        (partial(Shares, lr=0.1), KEEP, "Shares changes 'k' in its state"),
     ],
 )
 def test_optimizer_state_carried_across_clients_is_rejected(make: Any, options: dict[str, Any], reason: str) -> None:

@@ -237,3 +237,69 @@ def test_advance_solver_moves_no_parameters(name: str) -> None:
         for key, value in alone.state[p].items():
             torch.testing.assert_close(state[f"solver.{i}.{key}"], torch.as_tensor(value))
     assert all(p.grad is None for p in model.parameters())
+
+
+class Polyak(torch.optim.Optimizer):
+    """Takes longer steps at larger losses, which it gets from the closure, as optimizers of other packages do."""
+
+    evaluations = 1
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:  # type: ignore[override]
+        loss = None
+        for _ in range(self.evaluations if closure is not None else 0):
+            loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"] * float(1.0 if loss is None else loss))
+                state = self.state[p]
+                state["step"], state["scale"] = state.get("step", 0) + 1, 0.1
+                state["mean"] = state.get("mean", p.grad.clone()) / 2
+        return loss
+
+    def train(self) -> str:
+        return "in train mode"
+
+
+class Searches(Polyak):
+    """Evaluates the loss twice in a step."""
+
+    evaluations = 2
+
+
+@pytest.mark.parametrize("method", [FedAvg(), Shift()], ids=["FedAvg", "Shift"])
+def test_optimizer_of_another_package_reads_the_loss(method: Algorithm) -> None:
+    model, optimizer, _ = make(lambda m: Polyak(m.parameters(), {"lr": LR}), method)
+    before, factor = [p.detach().clone() for p in model.parameters()], 1.0 if isinstance(method, FedAvg) else 2.0
+    loss = optimizer.step(closure(model, optimizer))
+    for p, was, g in zip(model.parameters(), before, grads(model), strict=True):
+        torch.testing.assert_close(p.detach(), was - LR * float(loss) * factor * g)
+
+
+def test_second_evaluation_of_the_loss_in_a_step_is_rejected() -> None:
+    model, optimizer, _ = make(lambda m: Searches(m.parameters(), {"lr": LR}), FedAvg())
+    with pytest.raises(FederatedError, match="Searches evaluates the loss twice in a step"):
+        optimizer.step(closure(model, optimizer))
+
+
+def test_numbers_and_tensors_of_a_kept_state_keep_their_types() -> None:
+    model, optimizer, work = make(lambda m: Polyak(m.parameters(), {"lr": LR}), FedAvg())
+    optimizer.step(closure(model, optimizer))
+    kept = optimizer.solver_state()
+    means = [optimizer.state[p]["mean"].clone() for p in model.parameters()]
+    optimizer.end()
+    optimizer.begin(work, kept)
+    for p, mean in zip(model.parameters(), means, strict=True):
+        state = optimizer.state[p]
+        assert (state["step"], state["scale"]) == (1, 0.1)  # a tensor would round 0.1, and powers with the step
+        assert type(state["step"]) is int
+        assert torch.equal(state["mean"], mean)
+
+
+def test_public_attributes_are_those_of_the_wrapped_optimizer() -> None:
+    _, optimizer, _ = make(lambda m: Polyak(m.parameters(), {"lr": LR}))
+    assert optimizer.train() == "in train mode"
+    optimizer.base._step_supports_amp_scaling = True  # the wrapper itself needs gradients that are unscaled
+    for name in ("missing", "_step_supports_amp_scaling"):
+        with pytest.raises(AttributeError, match=f"'Polyak' object has no attribute '{name}'"):
+            getattr(optimizer, name)

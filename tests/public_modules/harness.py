@@ -467,7 +467,7 @@ def _train(
     held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     named = {name: p for name, p in module.named_parameters() if id(p) in held}
     plain = type(optimizer) is torch.optim.SGD and not any(g["momentum"] for g in optimizer.param_groups)
-    decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    decays = {id(p): group.get("weight_decay", 0) for group in optimizer.param_groups for p in group["params"]}
     total, path = 0.0, {name: torch.zeros_like(p) for name, p in named.items()}
     module.train()
     takes_index = len(inspect.signature(module.training_step).parameters) > 1

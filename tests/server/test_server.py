@@ -185,6 +185,20 @@ def test_loaded_server_continues_with_identical_bits(ids: Sequence[Any]) -> None
     assert second.clients.get(0) is None
 
 
+def test_optimizer_statistics_of_another_dtype_are_loaded_unrounded() -> None:
+    """NAdam multiplies numbers in float32, and PyTorch loads them in the parameters' dtype."""
+    build = partial(torch.optim.NAdam, lr=0.1)
+    straight, first, second = (server(build=build) for _ in range(3))
+    for r in range(5):
+        close(straight, r + 1.0, 0.0)
+    for r in range(2):
+        close(first, r + 1.0, 0.0)
+    second.load_state_dict(saved(first))
+    for r in range(2, 5):
+        close(second, r + 1.0, 0.0)
+    assert same(saved(second), saved(straight))
+
+
 def test_saved_state_does_not_change_with_the_run() -> None:
     s = server()
     close(s, 1.0, 1.0)

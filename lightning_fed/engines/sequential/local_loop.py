@@ -53,7 +53,8 @@ class ClientOptimization(_AutomaticOptimization):
     gradient, the optimizer calls :meth:`second_gradient` after backward.
 
     A fast path makes the same calls without looking up each hook: the same bits in a fraction of the time. It applies
-    if no module, callback or plugin overrides a hook between batch and step, and there is no gradient scaler.
+    if no module, callback or plugin overrides a hook between batch and step, no optimizer may read the loss, and there
+    is no gradient scaler.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -86,6 +87,7 @@ class ClientOptimization(_AutomaticOptimization):
             and isinstance(trainer.profiler, PassThroughProfiler)
             and trainer.accumulate_grad_batches == 1
             and not trainer.gradient_clip_val
+            and not any(optimizer.readers for optimizer in trainer.optimizers)
             and not plugin_step_hooks(trainer)
             and not overridden_hooks(trainer, of_batches=())
         )
