@@ -155,9 +155,9 @@ def refuse_lost_statistics(optimizer: Optimizer, keeper: str) -> None:
             ]
         if lost:
             raise FederatedError(
-                f"{type(optimizer).__name__} changes {lost[0]} as it steps, and {keeper} keeps tensors and numbers in"
-                " self.state[parameter] alone: a client would continue from half of its state. Return an optimizer that"
-                f" has all of it there, such as torch.optim.Adam, or do without {keeper}."
+                f"{type(optimizer).__name__} changes {lost[0]} as it steps, but {keeper} keeps only tensors and numbers"
+                " in self.state[parameter]: a client would continue without a part of its state. Return an optimizer"
+                f" that keeps everything there, such as torch.optim.Adam, or leave out {keeper}."
             )
 
     optimizer.register_step_pre_hook(remember)
