@@ -69,7 +69,7 @@ class _SaveRounds(FederatedCallback, pl.callbacks.Checkpoint):
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, round_report: RoundReport) -> None:
         """Prepare the line to log once the round is saved."""
         done = round_report
-        self._report = f"Round {done.round}: clients {named(list(done.clients))}, loss {done.loss:.6g}."
+        self._report = f"Round {done.round}: loss {done.loss:.6g}, clients {named(list(done.clients))}."
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save the round."""
