@@ -430,3 +430,25 @@ def test_rejected_module_keeps_its_attributes() -> None:
     assert model.names is names
     assert (seen, names) == ([7], {"a": 1})
     assert not hasattr(model, "late")
+
+
+class AugmentsOnTransfer(Ordinary):
+    """Augments in a transfer hook by a layer that stores what it drew, as in kornia's example."""
+
+    drawn: Tensor | None = None
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if self.trainer.training:
+            self.drawn = torch.rand(len(batch[0]), 1)
+            return [batch[0] + self.drawn, batch[1]]
+        return batch
+
+
+def test_transfer_hook_that_changes_an_attribute_is_rejected() -> None:
+    refused(AugmentsOnTransfer, "a hook for their transfer changes the attribute 'drawn'")
+
+
+def test_auto_runs_such_transfer_hooks_with_sequential_engine() -> None:
+    t = trainer(engine="auto", max_rounds=2)
+    t.fit(AugmentsOnTransfer(), data())
+    assert isinstance(t.fit_loop.clients.engine, SequentialEngine)

@@ -13,7 +13,7 @@ from lightning_fed.compat.private import rank_zero_warn
 from lightning_fed.core.devices import is_out_of_memory, release_memory
 from lightning_fed.core.errors import ClientError, FederatedError
 from lightning_fed.core.rounds import ClientReport
-from lightning_fed.core.seeds import Purpose, generator
+from lightning_fed.core.seeds import Purpose, generator, preserved_random_state
 from lightning_fed.core.types import State, Vector
 from lightning_fed.data.batches.batches import ClientBatches
 from lightning_fed.engines.base import (
@@ -24,7 +24,8 @@ from lightning_fed.engines.base import (
     WorkPlan,
     changed_since_trial,
 )
-from lightning_fed.engines.batch_hooks import hooked_parameter
+from lightning_fed.engines.batch_hooks import has_transfer_hooks, hooked_parameter
+from lightning_fed.engines.changes import attributes_of
 from lightning_fed.engines.client_errors import fault_of, summary_of
 from lightning_fed.engines.device_data import is_rows
 from lightning_fed.engines.gradients import add_decay, prepare_batch
@@ -95,9 +96,18 @@ class VectorizedEngine(Engine):
         if not any(plan.epochs) and not self.algorithm.full_grad_at:
             return  # nothing to try
         plan = plan if any(plan.epochs) else replace(plan, epochs=(1,))
-        with self.gradients.silent():
+        module = self.trainer.lightning_module
+        before = attributes_of(module) if has_transfer_hooks(self.trainer) else None
+        with self.gradients.silent(), preserved_random_state(self.flat.y.device):
             batches = self.schedule.batches([plan], self.schedule.rows([plan]), 0, by_index=True)
             ((group,),) = batches.in_order([StepGroup(range(1), [0])])
+            if before is not None and (found := before.changed()) is not None:
+                before.restore()
+                raise FederatedError(
+                    f"engine='vectorized' cannot take the batches of {type(module).__name__}: a hook for their transfer"
+                    f" changes the attribute {found[1]!r}, which clients at once would share. Change that, or use"
+                    " engine='sequential'."
+                )
             trial = TrialStep(self.step, self._tried_at_once)
             trial.run(group)
         if not self._is_chosen:
