@@ -98,7 +98,7 @@ class ExampleGradients:
                 with streams:
                     self._step.own_gradient(self.flat.params, leaves, spec, batch_idx)
                 if self.privacy.examples_at_once != 1:
-                    name = self._step.used_object(leaves, spec, batch_idx)
+                    name, _ = self._step.reads(leaves, spec, batch_idx)
         except RuntimeError as error:
             if "does not require grad" in str(error):
                 raise FederatedError(

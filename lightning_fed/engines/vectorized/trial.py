@@ -142,13 +142,14 @@ class TrialStep:
                     self._check_repeats(first, group)
                     self._check_state(before)
                     self._check_values(grads, group)
-                if (name := step.used_object(*batch)) is not None:
+                name, reads_values = step.reads(*batch)
+                if name is not None:
                     raise self._refusal(
                         f"it uses the parameter {name!r} from elsewhere than its layer, such as from a list, and only"
                         " layers have each client's values here; read it there, as self.parameters() does"
                     )
                 # anomaly detection reads the gradients' numbers, which a trace does not have
-                if step.is_random or self._reads_trainer(group) or torch.is_anomaly_enabled():
+                if step.is_random or reads_values or self._reads_trainer(group) or torch.is_anomaly_enabled():
                     step.traces.forbid()
             except FederatedError:
                 raise
