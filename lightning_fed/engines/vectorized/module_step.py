@@ -116,23 +116,30 @@ class OwnStreams(_Listener):
         return func(*args, **kwargs)
 
 
-class _Reads(_Listener):
-    """Records what a step reads past its layers and its batch, in a call that replaces the layers' parameters.
+class Reads(_Listener):
+    """Records what a step for several clients, or examples, at once reads past its layers and its batch.
 
-    ``found`` is the name of a parameter whose own object, not its stand-in in the layer, is used. ``values`` tells
-    whether Python reads a tensor's value.
+    ``found`` is the name of a parameter whose own object, not its stand-in in the layer, is used: several clients at
+    once have values of their own in layers alone. From a list made in ``__init__``, the step would get those of no
+    client, without a gradient. ``values`` tells whether Python reads a tensor's value, such as a buffer's, which a
+    trace would repeat. ``caught`` is an error of PyTorch after which the step goes on.
     """
 
     _PROPERTIES = (int, torch.Size, torch.dtype, torch.device, torch.layout, type(None))
 
-    def __init__(self, names: Mapping[int, str]) -> None:
+    def __init__(self, flat: FlatParameters) -> None:
         super().__init__()
         self.values = False
-        self._names = names  # by id of the parameter
+        self.caught: Exception | None = None
+        self._names = dict(zip(map(id, flat.params), flat.names, strict=True))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a PyTorch function, and look at its arguments and its result."""
-        result = func(*args, **(kwargs or {}))
+        try:
+            result = func(*args, **(kwargs or {}))
+        except (RuntimeError, ValueError) as error:
+            self.caught = error
+            raise
         self.values |= getattr(func, "__name__", "") in _VALUES
         if not isinstance(result, self._PROPERTIES):
             given = (self._names.get(id(leaf)) for leaf in pytree.tree_leaves((args, kwargs)))
@@ -248,19 +255,6 @@ class ModuleStep:
         self.flat.bind(point)
         with torch.enable_grad():
             return self._loss(leaves, spec, batch_idx)
-
-    def reads(self, leaves: Sequence[Tensor], spec: Any, batch_idx: int) -> tuple[str | None, bool]:
-        """Return the name of a parameter that a step uses from elsewhere than its layer, and whether it reads values.
-
-        :meth:`gradient` gives the values of clients or examples at once to layers alone. From elsewhere, such as a list
-        made in ``__init__``, the step would get those of no client, without a gradient. A trace repeats the values that
-        Python reads of buffers and other tensors, which may change between rounds.
-        """
-        names = dict(zip(map(id, self.flat.params), self.flat.names, strict=True))
-        reads, at = _Reads(names), [v.detach().requires_grad_() for v in self.flat.views]
-        with torch.enable_grad(), reads:
-            self._loss(leaves, spec, batch_idx, {name: at[i] for name, i in self._parameter_positions})
-        return reads.found, reads.values
 
     def unused(self, leaves: Sequence[Tensor], spec: Any, batch_idx: int) -> frozenset[int]:
         """Return the positions of parameters that the loss does not depend on, once per round and shape."""
