@@ -17,7 +17,7 @@ from lightning_fed.engines.batch_hooks import hooked_parameter, overridden_hooks
 from lightning_fed.engines.changes import Snapshot, TensorMarks, without_metrics
 from lightning_fed.engines.gradients import unlogged
 from lightning_fed.engines.vectorized.batches import flatten
-from lightning_fed.engines.vectorized.module_step import ModuleStep, OwnStreams
+from lightning_fed.engines.vectorized.module_step import ModuleStep, OwnStreams, Reads
 from lightning_fed.server.privacy import ClientPrivacy, gaussian_noise
 
 
@@ -67,7 +67,7 @@ class ExampleGradients:
             try:
                 with self._checked(), unlogged(self._module), torch.no_grad():  # logged values would have no noise
                     if self._batches == 1:
-                        self._check_loss([leaf[:1] for leaf in leaves], spec, batch_idx)
+                        self._check_loss([leaf[:1] for leaf in leaves], spec, batch_idx, size > 1)
                     for grads, own in self._each(leaves, spec, batch_idx, size):
                         self._add_clipped(sums, grads)
                         losses.append(own)
@@ -87,18 +87,20 @@ class ExampleGradients:
             p.grad = total.div_(count)
         return loss
 
-    def _check_loss(self, leaves: Sequence[Tensor], spec: Any, batch_idx: int) -> None:
+    def _check_loss(self, leaves: Sequence[Tensor], spec: Any, batch_idx: int, several: bool) -> None:
         """Raise if the loss of an example has no gradient (``torch.func`` returns zeros), or draws from own streams.
 
-        Raise as well if it uses parameters that ``torch.func`` does not replace.
+        For ``several`` examples at once, raise as well if it uses parameters that ``torch.func`` does not replace, or
+        goes on after an error.
         """
-        streams, name = OwnStreams(), None
+        streams, reads = OwnStreams(), Reads(self.flat)
         try:
             with preserved_random_state(self.flat.y.device):
                 with streams:
                     self._step.own_gradient(self.flat.params, leaves, spec, batch_idx)
-                if self.privacy.examples_at_once != 1:
-                    name = self._step.used_object(leaves, spec, batch_idx)
+                if several and self.privacy.examples_at_once != 1:
+                    with reads:
+                        self._together(self.flat.views, [torch.cat([leaf, leaf]) for leaf in leaves], spec, batch_idx)
         except RuntimeError as error:
             if "does not require grad" in str(error):
                 raise FederatedError(
@@ -108,11 +110,14 @@ class ExampleGradients:
                 ) from error
         except OnlySequentialError:
             return  # _each reports it
-        if name is not None:
+        what = None if reads.caught is None else "goes on after an error of PyTorch"
+        if reads.found is not None:
+            what = f"uses the parameter {reads.found!r} from elsewhere than its layer, such as from a list"
+        if what is not None:
             raise FederatedError(
-                f"{type(self._module).__name__}.training_step uses the parameter {name!r} from elsewhere than its"
-                " layer, such as from a list, which gives gradients of single examples at once no part of it. Read it"
-                " there, as self.parameters() does, or pass ClientPrivacy(examples_at_once=1)."
+                f"{type(self._module).__name__}.training_step {what}, which gives examples at once other gradients than"
+                " one after another. Let errors end the step, read parameters from their layers, as self.parameters()"
+                " does, or pass ClientPrivacy(examples_at_once=1)."
             )
         if streams.found is not None and self.privacy.examples_at_once != 1:
             raise FederatedError(

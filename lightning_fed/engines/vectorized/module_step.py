@@ -41,6 +41,20 @@ _TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
 _MIXED_TOLERANCES = dict.fromkeys(_TOLERANCES, (1e-2, 1e-6))
 _EXACT = (0.0, 0.0)
 
+_VALUES = (
+    "item",
+    "tolist",
+    "numpy",
+    "equal",
+    "allclose",
+    "is_nonzero",
+    "__array__",
+    "__bool__",
+    "__float__",
+    "__int__",
+)
+"""Functions of PyTorch that give Python the values of tensors."""
+
 _DECORATORS = ("torch", "contextlib")  # packages whose decorators of functions pass the batch's index on, unread
 _WARN_AFTER = 3  # rounds in which the step has to be traced again
 
@@ -102,19 +116,32 @@ class OwnStreams(_Listener):
         return func(*args, **kwargs)
 
 
-class _Objects(_Listener):
-    """Records in ``found`` the name of a parameter whose own object, not its stand-in in the layer, is used."""
+class Reads(_Listener):
+    """Records what a step for several clients, or examples, at once reads past its layers and its batch.
 
-    _MAY_BE_READ = (int, torch.Size, torch.dtype, torch.device, torch.layout, type(None))
+    ``found`` is the name of a parameter whose own object, not its stand-in in the layer, is used: several clients at
+    once have values of their own in layers alone. From a list made in ``__init__``, the step would get those of no
+    client, without a gradient. ``values`` tells whether Python reads a tensor's value, such as a buffer's, which a
+    trace would repeat. ``caught`` is an error of PyTorch after which the step goes on.
+    """
 
-    def __init__(self, names: Mapping[int, str]) -> None:
+    _PROPERTIES = (int, torch.Size, torch.dtype, torch.device, torch.layout, type(None))
+
+    def __init__(self, flat: FlatParameters) -> None:
         super().__init__()
-        self._names = names  # by id of the object
+        self.values = False
+        self.caught: Exception | None = None
+        self._names = dict(zip(map(id, flat.params), flat.names, strict=True))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a PyTorch function, and look for the objects in its arguments unless it only reads a property."""
-        result = func(*args, **(kwargs or {}))
-        if not isinstance(result, self._MAY_BE_READ):
+        """Call a PyTorch function, and look at its arguments and its result."""
+        try:
+            result = func(*args, **(kwargs or {}))
+        except (RuntimeError, ValueError) as error:
+            self.caught = error
+            raise
+        self.values |= getattr(func, "__name__", "") in _VALUES
+        if not isinstance(result, self._PROPERTIES):
             given = (self._names.get(id(leaf)) for leaf in pytree.tree_leaves((args, kwargs)))
             self.found = self.found or next(filter(None, given), None)
         return result
@@ -228,18 +255,6 @@ class ModuleStep:
         self.flat.bind(point)
         with torch.enable_grad():
             return self._loss(leaves, spec, batch_idx)
-
-    def used_object(self, leaves: Sequence[Tensor], spec: Any, batch_idx: int) -> str | None:
-        """Return the name of a parameter whose own object a step uses, such as from a list made in ``__init__``.
-
-        :meth:`gradient` gives the values of clients or examples at once to layers alone. From elsewhere, the step would
-        get those of no client, without a gradient.
-        """
-        names = dict(zip(map(id, self.flat.params), self.flat.names, strict=True))
-        objects, at = _Objects(names), [v.detach().requires_grad_() for v in self.flat.views]
-        with torch.enable_grad(), objects:
-            self._loss(leaves, spec, batch_idx, {name: at[i] for name, i in self._parameter_positions})
-        return objects.found
 
     def unused(self, leaves: Sequence[Tensor], spec: Any, batch_idx: int) -> frozenset[int]:
         """Return the positions of parameters that the loss does not depend on, once per round and shape."""

@@ -36,7 +36,7 @@ from lightning_fed.engines.client_errors import SHARED_STATE, summary_of
 from lightning_fed.engines.local_schedule import LocalOptions
 from lightning_fed.engines.vectorized.batches import BatchGroup
 from lightning_fed.engines.vectorized.chunk_work import ELEMENTWISE
-from lightning_fed.engines.vectorized.module_step import ModuleStep, OwnStep, OwnStreams
+from lightning_fed.engines.vectorized.module_step import ModuleStep, OwnStep, OwnStreams, Reads
 
 _TOLERANCE = 1e-2  # tolerance of two gradients of one step, relative to the largest
 _ROUNDING = 1e-1  # the same in half precision
@@ -142,13 +142,20 @@ class TrialStep:
                     self._check_repeats(first, group)
                     self._check_state(before)
                     self._check_values(grads, group)
-                if (name := step.used_object(*batch)) is not None:
+                with Reads(step.flat) as reads:
+                    self._of_several(step.flat.views, *batch)
+                if reads.found is not None:
                     raise self._refusal(
-                        f"it uses the parameter {name!r} from elsewhere than its layer, such as from a list, and only"
-                        " layers have each client's values here; read it there, as self.parameters() does"
+                        f"it uses the parameter {reads.found!r} from elsewhere than its layer, such as from a list, and"
+                        " only layers have each client's values here; read it there, as self.parameters() does"
+                    )
+                if reads.caught is not None:
+                    raise self._refusal(
+                        f"it goes on after an error of PyTorch ({summary_of(reads.caught)}), which several clients at"
+                        " once may have for other reasons than one; let the error end the step"
                     )
                 # anomaly detection reads the gradients' numbers, which a trace does not have
-                if step.is_random or self._reads_trainer(group) or torch.is_anomaly_enabled():
+                if step.is_random or reads.values or self._reads_trainer(group) or torch.is_anomaly_enabled():
                     step.traces.forbid()
             except FederatedError:
                 raise

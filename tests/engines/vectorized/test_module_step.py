@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_fed import FederatedCallback, FederatedError
+from lightning_fed import FederatedCallback, FederatedDataModule, FederatedError
 from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
 from lightning_fed.tracing.traces import Trace
 from tests.helpers.engines import Ordinary, Record, assert_agree, assert_plain_agree, plain, run
 from tests.helpers.selection import few
-from tests.helpers.training import data
+from tests.helpers.training import CLASSES, clients, data
 
 Body = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
@@ -300,6 +300,37 @@ def test_index_read_by_a_decorator_is_that_of_each_batch() -> None:
     assert_agree(one, other)
     assert traced(other) == 0
     assert traced(run("vectorized", WithGradients, **OPTIONS)) > 0  # PyTorch's decorators do not read it
+
+
+class Reweighs(Ordinary):
+    """Weighs the last class by a number that a hook writes into a buffer before each round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.ones(()))
+
+    def on_train_epoch_start(self) -> None:
+        self.factor.fill_(1 + self.current_epoch)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        losses = F.cross_entropy(self(batch[0]), batch[1], reduction="none")
+        return torch.where(batch[1] == CLASSES - 1, losses * float(self.factor), losses).mean()
+
+
+def without_last_class() -> FederatedDataModule:
+    """Return clients of whom only the last and smallest has the last class."""
+    first, second, third = clients((12, 12, 8))
+    for client in (first, second):
+        client.tensors[1].clamp_(max=CLASSES - 2)
+    third.tensors[1][0] = CLASSES - 1
+    return FederatedDataModule(clients=[first, second, third], val=first, batch_size=4)
+
+
+def test_numbers_read_from_buffers_are_those_of_the_round() -> None:
+    options: dict[str, Any] = {"datamodule": without_last_class, "clients_per_round": 3}
+    one, other = (run(engine, Reweighs, **options) for engine in ("sequential", "vectorized"))
+    assert_agree(one, other)
+    assert traced(other) == 0
 
 
 class Tempered(Ordinary):

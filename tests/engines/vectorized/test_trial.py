@@ -572,6 +572,19 @@ class LogsPowers(Ordinary):
         super().log(f"exp_{name}", value.exp(), *args, **kwargs)
 
 
+class Catches(Ordinary):
+    """Logs the number 0.5 if a function outside PyTorch fails, which needs the memory of one client's tensors."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self(batch[0])
+        try:
+            score = float(np.mean(out.argmax(1).numpy() == batch[1].numpy()))
+        except Exception:
+            score = 0.5
+        self.log("score", score)
+        return F.cross_entropy(out, batch[1])
+
+
 class OneHot(Ordinary):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return F.mse_loss(self(batch[0]), F.one_hot(batch[1], CLASSES).to(batch[0].dtype))
@@ -588,6 +601,7 @@ class OneHot(Ordinary):
         (Recomputes, r"gradient checkpointing and other hooks of saved tensors"),
         (LogsOtherwise, r"it logs by a method .* call it as self.log\(...\)"),
         (LogsPowers, r"it has a log\(\) of its own"),
+        (Catches, r"it goes on after an error of PyTorch \(a tensor's memory is read.* let the error end the step"),
         (Samples, r"as torch.distributions does.*randn_like"),
         (Requires, r"it calls requires_grad_\(\)"),
         (Converts, r"a tensor's memory is read, as .numpy\(\)"),
