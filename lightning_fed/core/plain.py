@@ -76,5 +76,10 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # contiguous() ignores the stride of a size of 1
 
 
+def place_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return a tensor's place in memory: of two that exist, those with one place are one tensor under two names."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
 def _name(owner: Any) -> str:
     return f"{getattr(owner, '__module__', None)}.{owner.__qualname__}"

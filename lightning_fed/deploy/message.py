@@ -17,6 +17,7 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.callbacks.client_metrics import ClientAccuracy
 from lightning_fed.core.arguments import finite, kind_of
 from lightning_fed.core.errors import ClientError, FederatedError
+from lightning_fed.core.plain import place_of
 from lightning_fed.core.rounds import ClientReport, Run
 from lightning_fed.core.types import ClientId, State
 from lightning_fed.data.files.tables import is_word
@@ -414,12 +415,12 @@ def reply_to(task: Message, reply: Reply, bound: float | None = None, timed: boo
     """
     for error in reply.failed.values():
         return Message({**address(task), "failed": str(error)})
-    first, same = dict[tuple[int, torch.Size], str](), dict[str, str]()
+    first, same = dict[tuple[Any, ...], str](), dict[str, str]()
     tensors = {}
     for name, value in reply.send.items():
         if name in reply.implied:
             continue
-        once = first.setdefault((value.data_ptr(), value.shape), name)
+        once = first.setdefault(place_of(value), name)
         if once != name:  # a tensor with two names is sent once
             same[name] = once
         elif bound is not None:

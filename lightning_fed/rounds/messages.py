@@ -3,11 +3,12 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_fed.core.errors import ClientError, FederatedError
+from lightning_fed.core.plain import place_of
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.types import State, Vector
 
@@ -126,10 +127,10 @@ class ReplyOrder:
 
 def _copied(reply: Reply) -> Reply:
     """Return a reply that shares no memory with the engine; messages that share a tensor still do."""
-    copies: dict[tuple[int, torch.Size], Tensor] = {}
+    copies: dict[tuple[Any, ...], Tensor] = {}
 
     def cloned(value: Tensor) -> Tensor:
-        key = value.data_ptr(), value.shape
+        key = place_of(value)
         if value.numel() == 0 or key not in copies:
             copies[key] = value.clone()
         return copies[key]

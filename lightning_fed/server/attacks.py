@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_fed.core.arguments import ArgumentsRepr, check_count, check_number, finite, format_value, kind_of
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.plain import place_of
 from lightning_fed.core.seeds import Purpose, generator
 from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.server.participation import Population
@@ -204,8 +205,8 @@ class LabelFlipAttack(Attack):
 
 def attacked(attack: Attack, send: State, stream: torch.Generator) -> State:
     """Return one client's messages after an attack; a tensor sent under two names is changed once."""
-    changed: dict[tuple[int, torch.Size], Tensor] = {}
-    keys = {name: (value.data_ptr(), value.shape) for name, value in send.items()}
+    changed: dict[tuple[Any, ...], Tensor] = {}
+    keys = {name: place_of(value) for name, value in send.items()}
     for name in sorted(send):
         if keys[name] not in changed:
             message: Any = attack.message(send[name], stream)

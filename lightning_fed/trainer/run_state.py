@@ -1,7 +1,7 @@
 """The state of a run between rounds: the start and end of a fit, and the contents of its checkpoints."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 from lightning_fed.checkpoints.client_states import ClientStatesStorage
@@ -404,24 +404,30 @@ class RunState:
 
         Rounds seed the global generators. This restores them, so that a script does not draw the same after each fit.
         """
-        if self._restore_generators is not None:
-            self._restore_generators()
-            self._restore_generators = None
-        if self.prepared is not None:
-            if self.round_start is not None and self.rounds is not None:  # after an exception
+        with ExitStack() as ends:  # called in reverse order, each of them also after an error in another
+            ends.callback(self._close)
+            if self.prepared is not None and self.server_model is not None:
+                ends.callback(self.server_model.show)
+            if self._restore_generators is not None:
+                ends.callback(self._restore_generators)
+                self._restore_generators = None
+            if self.prepared is not None and self.round_start is not None and self.rounds is not None:
                 with suppress(FederatedError):  # a setting that cannot be restored has ended the run
                     self.leave_round()
-            self.round_start = None
-            if (server := self._server) is not None:
-                self._earlier = EarlierFit.of(self.prepared, server, self._notes) if server.round > 0 else None
-            if self.clients is not None:
-                self._engines_before, self._chunk_before = self.clients.engine_names, self.clients.chunk_size
-                self._drew_before = self.clients.draws
-            if self.server_model is not None:
-                self.server_model.show()
-            self.prepared.release()
-            self.prepared.give_back_optimizers()
-            self.prepared = self.server_model = self.rounds = None
-        if self._server is not None:
-            self._server.advance_solver = None
-        self.client_states.close(None if self._server is None else self._server.clients)
+
+    def _close(self) -> None:
+        """Note what the next fit continues from, give everything back, and unlock the client states."""
+        with ExitStack() as ends:
+            ends.callback(self.client_states.close, None if self._server is None else self._server.clients)
+            prepared, self.round_start = self.prepared, None
+            if prepared is not None:
+                self.prepared = self.server_model = self.rounds = None
+                ends.callback(prepared.give_back_optimizers)
+                ends.callback(prepared.release)
+                if (server := self._server) is not None:
+                    self._earlier = EarlierFit.of(prepared, server, self._notes) if server.round > 0 else None
+                if self.clients is not None:
+                    self._engines_before, self._chunk_before = self.clients.engine_names, self.clients.chunk_size
+                    self._drew_before = self.clients.draws
+            if self._server is not None:
+                self._server.advance_solver = None

@@ -47,6 +47,14 @@ def test_reply_waits_for_earlier_clients_and_is_copied_meanwhile() -> None:
     assert copied.buffers[0]["b"].tolist() == [[1.0] * 3]
 
 
+def test_messages_that_start_at_one_place_are_copied_each() -> None:
+    order, numbers = ReplyOrder(ASKED), torch.arange(8.0)
+    order.arrive(reply(9, send={"half": numbers[None, :4], "even": numbers[None, ::2]}))
+    (copied,) = order.rest()
+    assert copied.send["half"].tolist() == [[0, 1, 2, 3]]
+    assert copied.send["even"].tolist() == [[0, 2, 4, 6]]
+
+
 def test_replies_waiting_for_missing_clients_are_returned_in_order() -> None:
     order = ReplyOrder(ASKED)
     for client in (4, 9):

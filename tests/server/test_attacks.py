@@ -111,6 +111,14 @@ def test_message_sent_under_two_names_is_attacked_once() -> None:
     assert torch.equal(torch.stack([sent["a"], sent["c"]]), noise)
 
 
+def test_messages_that_start_at_one_place_are_attacked_each() -> None:
+    numbers = torch.arange(8.0)
+    send = {"half": numbers[:4], "even": numbers[::2]}
+    sent = attacked(SignFlipAttack(0.5), send, torch.Generator())
+    assert sent["half"].tolist() == [0, -1, -2, -3]
+    assert sent["even"].tolist() == [0, -2, -4, -6]
+
+
 @pytest.mark.parametrize(
     ("returned", "message"),
     [(None, "as a NoneType"), (torch.ones(2), r"of shape \[2\], in place of 'a'")],

@@ -17,6 +17,7 @@ from pytorch_lightning.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
 from lightning_fed import FederatedCallback, FederatedError, FederatedTrainer, algorithms
+from lightning_fed.engines.prepared import PreparedModule
 from lightning_fed.server import CoordinateMedian, FedAdam, FedBuff, SystemsHeterogeneity, TopK
 from tests.helpers.processes import in_processes
 from tests.helpers.selection import few
@@ -306,3 +307,30 @@ def test_exchanged_buffer_that_changes_its_shape_is_rejected() -> None:
     with pytest.raises(FederatedError, match=r"'mask' has changed its shape from \[1, 1\] to \[\d, 1\]"):
         trainer(num_sanity_val_steps=0).fit(module, data())
     assert module.mask.shape == (1, 1)
+
+
+class Replaces(FederatedCallback):
+    """Replaces the optimizer as a round starts."""
+
+    def on_round_start(self, trainer: Any, pl_module: Any, round: int) -> None:
+        trainer.strategy.optimizers = [torch.optim.SGD(pl_module.parameters(), lr=0.1)]
+
+
+def test_error_of_a_replaced_optimizer_ends_the_fit_in_order(tmp_path: Path) -> None:
+    run = trainer(**DISK, client_states_dir=tmp_path, callbacks=Replaces())
+    with pytest.raises(FederatedError, match="A hook has replaced the local optimizer"):
+        run.fit(seeded(), data())
+    trainer(**DISK, client_states_dir=tmp_path, max_rounds=1).fit(seeded(), data())  # the folder is free
+
+
+def test_fit_that_cannot_be_ended_gives_everything_else_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Any) -> None:
+        raise OSError("stop here")
+
+    run, model = trainer(**DISK, client_states_dir=tmp_path), seeded()
+    with monkeypatch.context() as patch:
+        patch.setattr(PreparedModule, "release", fail)
+        with pytest.raises(OSError, match="stop here"):
+            run.fit(model, data())
+    assert type(run.optimizers[0]) is torch.optim.SGD
+    trainer(**DISK, client_states_dir=tmp_path, max_rounds=1).fit(seeded(), data())

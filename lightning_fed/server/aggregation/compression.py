@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_fed.core.arguments import ArgumentsRepr, check_count, check_number, kind_of
 from lightning_fed.core.errors import FederatedError
+from lightning_fed.core.plain import place_of
 from lightning_fed.core.types import State, Vector
 
 
@@ -138,10 +139,10 @@ def compress(
     """
     got: State = {}
     kept: State = {}
-    done: dict[tuple[int, torch.Size], Tensor] = {}
+    done: dict[tuple[Any, ...], Tensor] = {}
     size = 0
     for name in sorted(send):
-        message, key = send[name], (send[name].data_ptr(), send[name].shape)
+        message, key = send[name], place_of(send[name])
         if message.numel() == 1 or name in uncompressed:
             got[name] = message
             size += message.numel() * message.element_size()

@@ -13,6 +13,7 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.arguments import check_count, check_number, kind_of
 from lightning_fed.core.devices import accumulation, narrowed, widened
 from lightning_fed.core.errors import ClientError, FederatedError
+from lightning_fed.core.plain import place_of
 from lightning_fed.core.types import State, Vector, Weighting
 from lightning_fed.server.aggregation.mean import FULL_GRAD, Aggregation, Aggregator, Collectives, averaged_points
 from lightning_fed.server.participation import Participant, no_weight
@@ -114,14 +115,14 @@ class CollectedAggregation(Aggregation):
         """Collect clients' messages; raise a :class:`ClientError` for a non-finite message."""
         self._check_names(send)
         for row, index in enumerate(steps):
-            copies: dict[tuple[int, torch.Size], Tensor] = {}  # a tensor sent under two names is stored once
+            copies: dict[tuple[Any, ...], Tensor] = {}  # a tensor sent under two names is stored once
             own: State = {}
             for name, values in send.items():
                 value = values[row]
                 if not bool(torch.isfinite(value).all()):
                     raise not_finite(self._members[index], name)
                 self._shapes[name] = value.shape
-                key = value.data_ptr(), value.shape
+                key = place_of(value)
                 if key not in copies:
                     copies[key] = value.detach().clone()
                 own[name] = copies[key]

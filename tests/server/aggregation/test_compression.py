@@ -227,6 +227,13 @@ def test_sent_and_residual_add_up_over_a_run() -> None:
     torch.testing.assert_close(6 * moved + left, torch.stack(Deltas.sent[1:]).sum(dim=0), rtol=1e-9, atol=1e-12)
 
 
+def test_messages_that_start_at_one_place_are_compressed_each() -> None:
+    numbers = torch.arange(8.0)
+    got, _, _ = compress(TopK(1.0), {"half": numbers[:4], "even": numbers[::2]}, {}, torch.Generator())
+    assert got["half"].tolist() == [0, 1, 2, 3]
+    assert got["even"].tolist() == [0, 2, 4, 6]
+
+
 @pytest.mark.parametrize(
     ("algorithm", "compression", "per_client"),
     [

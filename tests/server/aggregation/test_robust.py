@@ -57,6 +57,16 @@ messages_of = st.integers(1, 9).flatmap(
 # ------------------------------------------------------------------ by hand
 
 
+def test_messages_that_start_at_one_place_are_combined_each() -> None:
+    numbers = torch.arange(6, dtype=torch.float64)
+    names = dict.fromkeys(("half", "even"), "uniform")
+    aggregation = CoordinateMedian().of_round(names, "uniform", cohort([1]), 1)
+    add_one(aggregation, 0, 1, {"half": numbers[:3], "even": numbers[::2]})
+    found, _ = aggregation.compute(X)
+    assert found["half"].tolist() == [0, 1, 2]
+    assert found["even"].tolist() == [0, 2, 4]
+
+
 def test_median_matches_a_hand_computation() -> None:
     three = matrix([1, 5, -9], [2, 4, 0], [90, -7, 1])
     assert torch.equal(combined(CoordinateMedian(), three), matrix([2, 4, 0])[0])
