@@ -76,8 +76,9 @@ def write_app(
     """Write the files of a folder of templates into ``out``, and a package with the configuration.
 
     Errors name ``who``. ``package`` is the package's folder, ``rounds`` the largest number of rounds, and ``values``
-    replace names in the templates.
+    replace names in the templates; "config" is the name of the file with the configuration.
     """
+    values = {"config": "config.yaml", **values}
     try:
         package.mkdir(parents=True)
         sources = {out / file.relative_to(templates): file for file in templates.rglob("*.in")}
@@ -92,7 +93,7 @@ def write_app(
             name = "max_epochs" if trainer.get("max_rounds") is None and "max_epochs" in trainer else "max_rounds"
             given = trainer.get(name)
             trainer[name] = rounds if given is None or given == -1 else min(rounds, given)
-        (package / "config.yaml").write_text(yaml.safe_dump(kept, sort_keys=False), encoding="utf-8")
+        (package / values["config"]).write_text(yaml.safe_dump(kept, sort_keys=False), encoding="utf-8")
     except FileExistsError as error:
         raise FederatedError(f"{who}: {out} has an app already. Give another folder by --out.") from error
     except OSError as error:

@@ -71,7 +71,7 @@ class SiteStates:
                 " kept by a client's place among them. Start a new run."
             )
         folder = self.folder / run
-        folder.mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # it may have been removed since the start
         folder.chmod(0o700)  # regardless of the umask
         write_private(folder / _AGREED, json.dumps(agreed, indent=1).encode())
 

@@ -125,7 +125,8 @@ class InProcess:
         self, tasks: Mapping[ClientId, Message], registrations: Mapping[ClientId, Message]
     ) -> Iterator[Message | Refusal]:
         """Yield each client's reply; see :class:`Transport`."""
-        for client_id, task in (*tasks.items(), *registrations.items()):
+        # registrations first: the fit reads nothing after the last reply to a task
+        for client_id, task in (*registrations.items(), *tasks.items()):
             site = self._site_of.get(client_id)
             if site is None:
                 yield Refusal(client_id, "no site here has it")

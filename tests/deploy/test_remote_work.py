@@ -1,5 +1,6 @@
 """Phases of rounds over sites, and the contents of their replies."""
 
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,28 @@ def test_site_with_a_wrong_measurement_raises_or_is_dropped(action: str, tmp_pat
         return
     with pytest.warns(UserWarning, match=f"{told}, which is left out"):
         wire.run()
+    assert list(measures.table) == [0, 2, 3]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("action", ["drop", "raise"])
+def test_site_without_its_folder_does_not_measure(action: str, tmp_path: Path) -> None:
+    options = {"limit_val_batches": 1.0, "max_rounds": 1, "on_client_error": action}
+    make = partial(make_trainer, "FedAvg", callbacks=[measures := ClientAccuracy()], **options)
+    wire = Wire(tmp_path, make, validated, with_val=True)
+
+    def comes(task: Message) -> Any:
+        if task.client == 1 and task.header["phase"] == "measure":
+            wire.kill(1)
+            shutil.rmtree(tmp_path / "1")
+        return wire.answers(task)
+
+    wire.comes = comes
+    if action == "raise":
+        with pytest.raises(FederatedError, match="Client 1: The reply of client 1 to 'measure' .* lost its state_dir"):
+            wire.run()
+        return
+    wire.run()
     assert list(measures.table) == [0, 2, 3]
 
 

@@ -20,6 +20,7 @@ def write(who: str, config: Path, out: Path, shares: list[list[ClientId]], round
     """Write the job of a configuration, and return how to run it."""
     values = {
         "name": NAME,
+        "config": "config.yaml.txt",  # without omegaconf, `nvflare job submit` fails on .yaml, and on some with it
         "count": str(len(shares)),
         "sites": json.dumps(_sites(shares)),
         "checkpoint": str(out / "last.ckpt"),

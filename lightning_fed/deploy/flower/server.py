@@ -150,7 +150,7 @@ class FlowerTransport:
         header = next(iter(tasks.values())).header
         self._group = f"{header['phase']} {header['round']}"
         self._sent = {key: sent for key, sent in self._sent.items() if not sent.clients}  # drop earlier phases' tasks
-        missing, end = {**tasks, **registrations}, time.monotonic() + self._timeout
+        missing, end = {**registrations, **tasks}, time.monotonic() + self._timeout
         while missing.keys() & tasks.keys():
             yield Absent(self._query_nodes(), f"no node was connected for {self._absent_after:g} s")
             self._send(missing)

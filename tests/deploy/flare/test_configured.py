@@ -17,6 +17,7 @@ import yaml
 pytest.importorskip("nvflare", reason='no NVFlare: pip install "lightning_fed[nvflare]"')
 from nvflare.fuel.utils.zip_utils import zip_directory_to_bytes
 from nvflare.private.fed.server.job_meta_validator import JobMetaValidator
+from nvflare.tool.job.config.configer import build_config_file_indices
 
 from lightning_fed.cli.main import main
 from lightning_fed.core.errors import FederatedError
@@ -40,6 +41,7 @@ def test_job_from_a_configuration_is_valid_for_flare(
     valid, error, meta = JobMetaValidator().validate("job", zip_directory_to_bytes(str(out), "job"))
     assert valid, error
     assert meta["min_clients"] == 3
+    assert build_config_file_indices(str(out / "job"), ["app"])["app"], "as `nvflare job submit` begins"
     server = json.loads((out / "job/app/config/config_fed_server.json").read_text())["workflows"][0]
     path, name = server["path"].rsplit(".", 1)
     controller = getattr(importlib.import_module(path), name)(**server["args"])
@@ -53,7 +55,7 @@ def test_job_from_a_configuration_is_valid_for_flare(
     with FederatedSite(task.make_trainer(), task.make_model(), task.make_data({}), [3, 4], tmp_path / "site") as site:
         assert site.client_ids == [3, 4]
     assert (custom / "serve.py").read_text().count("federated_app.task:make_") == 3
-    assert yaml.safe_load((custom / "federated_app" / "config.yaml").read_text())["trainer"]["max_rounds"] == 50
+    assert yaml.safe_load((custom / "federated_app" / "config.yaml.txt").read_text())["trainer"]["max_rounds"] == 50
     with pytest.raises(SystemExit, match="has an app already"):
         main(words)
 
@@ -82,7 +84,7 @@ def test_signal_ends_everything_that_was_started(number: int, tmp_path: Path, mo
         deploy(["nvflare", "--config", QUICKSTART, "--out", str(tmp_path / "app"), "--sites", "2"])
     assert end.value.code == 128 + number
     assert ended == [number]
-    config = yaml.safe_load((tmp_path / "app/job/app/custom/federated_app/config.yaml").read_text())
+    config = yaml.safe_load((tmp_path / "app/job/app/custom/federated_app/config.yaml.txt").read_text())
     assert config["trainer"]["max_rounds"] == 5
 
 
