@@ -491,7 +491,14 @@ def numbers_in(tensor: Tensor) -> Any:
 
 def sample_of(tensor: Tensor) -> Tensor:
     """Return the bytes of all numbers of a tensor, or of a sample if it is large."""
-    return bytes_of(tensor.detach().reshape(-1)[:: 1 if tensor.numel() <= _SMALL else tensor.numel() // _MOST])
+    return bytes_of(_plain(tensor).reshape(-1)[:: 1 if tensor.numel() <= _SMALL else tensor.numel() // _MOST])
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return a tensor without the methods of its subclass: pina's refuse another shape."""
+    found = tensor.detach()
+    is_wrapper = hasattr(found, "__tensor_flatten__")  # it has no numbers of its own
+    return found if type(found) is Tensor or is_wrapper else found.as_subclass(Tensor)
 
 
 def _has_other_numbers(tensor: Tensor, numbers: Any, copied: Tensor | None) -> bool:
@@ -499,7 +506,7 @@ def _has_other_numbers(tensor: Tensor, numbers: Any, copied: Tensor | None) -> b
     if numbers_in(tensor) != numbers:
         return True
     is_compared = tensor.numel() <= _SMALL or tensor.layout != torch.strided or tensor.device.type == "meta"
-    return not is_compared and copied is not None and not torch.equal(*map(bytes_of, (tensor.detach(), copied)))
+    return not is_compared and copied is not None and not torch.equal(*map(bytes_of, map(_plain, (tensor, copied))))
 
 
 # ------------------------------------------------------------------ state that goes from one client to the next

@@ -235,3 +235,18 @@ def test_large_column_is_compared_whole() -> None:
     assert list(copies.changed()) == []
     holder.column.data[7] = 1
     assert [key for key, *_ in copies.changed()] == [("attribute", "column")]
+
+
+class Labeled(torch.Tensor):
+    """A tensor whose last dimension must keep its size, as pina's labels ask for."""
+
+    def reshape(self, *shape: Any) -> torch.Tensor:  # type: ignore[override]
+        raise ValueError("another shape than the labels")
+
+
+def test_numbers_of_a_tensor_subclass_are_compared() -> None:
+    held = torch.arange(6.0).reshape(3, 2).as_subclass(Labeled)
+    before = numbers_in(held)
+    assert numbers_in(held.clone()) == before
+    held.add_(1.0)
+    assert numbers_in(held) != before
