@@ -1,6 +1,8 @@
 """Traces of tensor functions by key, which run PyTorch's operations without the Python around them."""
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -120,7 +122,7 @@ class Traces:
             return [*first, loss, *values.values()]
 
         try:
-            with torch.no_grad(), tracing(TracingContext(_Shapes())):  # type: ignore[arg-type]
+            with _uncollected(), torch.no_grad(), tracing(TracingContext(_Shapes())):  # type: ignore[arg-type]
                 module = make_fx(outputs)(*tensors)
         except torch.OutOfMemoryError:
             raise  # nothing is wrong with the function
@@ -133,6 +135,18 @@ class Traces:
         simplify(module)
         restore_cross_entropy(module)
         return split_graph(module, moves, constants, tuple(names))
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Pause Python's garbage collection: the operations of finalizers would fail in a trace, or become a part of it."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _accepts_any(graphs: Sequence[SplitGraph]) -> bool:

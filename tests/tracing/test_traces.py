@@ -1,5 +1,6 @@
 """Traced local steps match the module's, and are dropped if they would not."""
 
+import gc
 import math
 from functools import partial
 from pathlib import Path
@@ -70,6 +71,38 @@ def test_tracing_creates_no_fake_tensor_mode_per_operation(monkeypatch: pytest.M
     traced = run("vectorized", Ordinary, algorithm=Mime(), max_rounds=1)
     assert len(traces_of(traced)) > 0
     assert not made
+
+
+class Garbage:
+    """An object that only Python's garbage collection frees, which then notes whether an operation is recorded."""
+
+    recorded: list[bool] = []
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        self.recorded.append(proxy_tensor.get_proxy_mode() is not None)
+
+
+def test_no_finalizer_runs_while_a_step_is_traced() -> None:
+    def step(x: torch.Tensor) -> Any:
+        Garbage()
+        return [x * 2], x.sum(), {}
+
+    Garbage.recorded.clear()
+    before = gc.get_threshold()
+    gc.collect()
+    gc.set_threshold(1)
+    try:
+        trace = Traces(torch.float32, print).get("key", step, lambda _: [torch.ones(3)], (0,), moves=0, constants=0)
+    finally:
+        gc.set_threshold(*before)
+    gc.collect()
+    assert trace is not None
+    assert Garbage.recorded
+    assert not any(Garbage.recorded)
+    assert gc.isenabled()
 
 
 class Tempered(Ordinary):
