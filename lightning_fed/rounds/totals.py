@@ -12,7 +12,6 @@ from lightning_fed.algorithms.base import Algorithm
 from lightning_fed.core.buffers import BufferMean
 from lightning_fed.core.devices import accumulation, are_equal, numbers_of
 from lightning_fed.core.errors import ClientError, FederatedError
-from lightning_fed.core.plain import place_of
 from lightning_fed.core.rounds import ClientReport
 from lightning_fed.core.types import ClientId, State, Vector
 from lightning_fed.rounds.messages import GRADIENTS, LOSS, TRAIN, Reply
@@ -310,11 +309,11 @@ class Traffic:
         if reply.message_bytes is not None:  # compressed messages come one client at a time
             self._messages |= dict.fromkeys(clients, reply.message_bytes)
             return
-        once: dict[Any, int] = {}
+        once: dict[int | str, int] = {}
         for name, value in reply.send.items():
             if name not in reply.implied:
                 own = value[rows[0]]
-                once[place_of(own) if own.numel() > 1 else name] = own.nbytes
+                once[own.data_ptr() if own.numel() > 1 else name] = own.nbytes
         self._messages |= dict.fromkeys(clients, sum(once.values()))
 
     def merge(self, parts: Sequence["Traffic"]) -> None:
