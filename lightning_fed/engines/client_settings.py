@@ -15,6 +15,7 @@ from lightning_fed.engines.changes import (
     TensorCopies,
     attribute_tensors,
     attributes_of,
+    own_tensors,
     parts_of_method,
     sample_of,
     without_metrics,
@@ -40,10 +41,10 @@ class SettingsSnapshot:
     """Saves all settings, to restore them after a client, or if a round restarts.
 
     Settings are the inputs of local work. In the module and its submodules, they are attributes, including collections,
-    tensors and the training mode, frozen parameters and ``requires_grad``. Others are options of the local optimizer,
-    and attributes of the method, its base optimizer, the trainer (such as ``gradient_clip_val``) and the data module.
-    Trained parameters and buffers are not saved: every client starts from the server's. Other effects of hooks cannot
-    be undone. With ``with_callbacks``, attributes of callbacks with client hooks are included.
+    modules in them, tensors and the training mode, frozen parameters and ``requires_grad``. Others are options of the
+    local optimizer, and attributes of the method, its base optimizer, the trainer (such as ``gradient_clip_val``) and
+    the data module. Trained parameters and buffers are not saved: every client starts from the server's. Other effects
+    of hooks cannot be undone. With ``with_callbacks``, attributes of callbacks with client hooks are included.
     """
 
     def __init__(self, prepared: PreparedModule, with_callbacks: bool = True) -> None:
@@ -71,6 +72,8 @@ class SettingsSnapshot:
         snapshot.add("trainer", "fit_loop.", trainer.fit_loop, ("corrected_clip",), deep=False)
         tensors: list[tuple[Key, Tensor]] = [(("parameter", name), p) for name, p in frozen_parameters(prepared)]
         tensors += [own for own in attribute_tensors(parts) if not isinstance(own[1], nn.Parameter)]
+        registered = set(map(id, (*prepared.module.parameters(), *prepared.module.buffers())))
+        tensors += [(("attribute", name), t) for (_, name), t in own_tensors(parts) if id(t) not in registered]
         for number, group in enumerate(groups):
             options = ((name, value) for name, value in group.items() if isinstance(value, Tensor))
             tensors += [(("optimizer", f"{number}.{name}"), value) for name, value in options]

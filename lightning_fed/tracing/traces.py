@@ -211,7 +211,9 @@ def _module_of(owner: nn.Module, graph: fx.Graph) -> fx.GraphModule:
             direct.__name__, direct.__module__ = str(node.target), __name__  # for the code generated from the graph
             node.target = direct
     module = fx.GraphModule(owner, graph)
-    vars(module).update(module._buffers)
+    # a module that is not registered may have parameters that require gradients, which in-place moves must not record
+    constants = {name: p.detach() for name, p in module._parameters.items() if p is not None and p.requires_grad}
+    vars(module).update(module._buffers, **constants)
     return module
 
 

@@ -49,6 +49,8 @@ class Adjustable(Ordinary):
         self.options = Options()
         self.frozen = nn.Linear(1, 1, bias=False).requires_grad_(False)
         nn.init.ones_(self.frozen.weight)
+        self.hidden = [nn.Linear(1, 1, bias=False)]
+        nn.init.ones_(self.hidden[0].weight)
         self.inner = nn.Identity()
         self.inner.factor = 1.0
         self.doubling = nn.Identity()
@@ -59,6 +61,7 @@ class Adjustable(Ordinary):
         out = (
             out
             * self.frozen.weight.view(())
+            * self.hidden[0].weight.detach().view(())
             * self.inner.factor
             * self.options.factor
             * self.hparams.config["model"]["head"]["loss"]["scale"]["of"]["logits"]
@@ -142,6 +145,10 @@ def frozen(trainer: Any, module: Any, value: float) -> None:
         module.frozen.weight.fill_(value)
 
 
+def unregistered(trainer: Any, module: Any, value: float) -> None:
+    module.hidden[0].load_state_dict({"weight": torch.full((1, 1), value)})
+
+
 def mode(trainer: Any, module: Any, value: float) -> None:
     module.doubling.train(value == 1.0)
 
@@ -194,6 +201,7 @@ SETTERS: dict[Setter, str] = {
     hyper_parameter: "the attribute '_hparams' of Adjustable",
     configuration: "the attribute '_hparams' of Adjustable",
     frozen: "the frozen parameter 'frozen.weight' of Adjustable",
+    unregistered: "the attribute 'hidden.0.weight' of Adjustable",
     mode: "the attribute 'doubling.training' of Adjustable",
     submodule: "the attribute '_modules' of Adjustable",
     forward_hook: "the attribute 'last._forward_hooks' of Adjustable",
@@ -232,7 +240,7 @@ def test_auto_gives_each_client_its_own_settings(setter: Setter) -> None:
 
 
 @pytest.mark.parametrize("engine", few(VECTORIZED, VECTORIZED[:1]), ids=["together", "alone"])
-@pytest.mark.parametrize("setter", few(SETTERS, [nested, configuration, new_tensor, momentum]))
+@pytest.mark.parametrize("setter", few(SETTERS, [nested, configuration, new_tensor, momentum, unregistered]))
 def test_vectorized_error_names_the_setting_and_the_client(setter: Setter, engine: dict[str, Any]) -> None:
     start = setting(setter, lambda client, _: UNALIKE[client], max_rounds=1)
     found = f"on_client_start changes {SETTERS[setter]} for client [01],.*on_round_start.*engine='sequential'"
@@ -342,7 +350,12 @@ def values_of(trainer: Any) -> list[Any]:
     options = [{k: v for k, v in group.items() if k != "params"} for group in trainer.optimizers[0].param_groups]
     of_trainer = trainer.gradient_clip_val, trainer.fit_loop.corrected_clip, vars(trainer.fit_loop.settings.algorithm)
     of_data = getattr(data, "shift", 1.0), hasattr(data, "not_there_before")
-    tensors = module.numbers.tolist(), module.frozen.weight.tolist(), module.head.bias.requires_grad
+    tensors = (
+        module.numbers.tolist(),
+        module.frozen.weight.tolist(),
+        module.hidden[0].weight.tolist(),
+        module.head.bias.requires_grad,
+    )
     hooks = len(module.last._forward_hooks), type(module.last), module.doubling.training
     plain = (
         module.factor,

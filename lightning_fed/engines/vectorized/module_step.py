@@ -365,7 +365,8 @@ class ModuleStep:
         """Stop using traces and warn, since the module differs from its trace."""
         self.traces.forbid(
             f"{type(self.module).__name__}.training_step {what} than when it was traced, so it reads changing values"
-            " other than self and the batch. Local steps run untraced from here on, which is slower."
+            " other than self and the batch, or rounds coarsely, as in half precision. Local steps run untraced from"
+            " here on, which is slower."
         )
 
     @contextmanager

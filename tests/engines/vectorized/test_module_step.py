@@ -16,7 +16,7 @@ from lightning_fed.algorithms import FedAvg, Mime, Scaffold, SGDm
 from lightning_fed.tracing.traces import Trace
 from tests.helpers.engines import Ordinary, Record, assert_agree, assert_plain_agree, plain, run
 from tests.helpers.selection import few
-from tests.helpers.training import CLASSES, clients, data
+from tests.helpers.training import CLASSES, FEATURES, clients, data
 
 Body = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
@@ -331,6 +331,27 @@ def test_numbers_read_from_buffers_are_those_of_the_round() -> None:
     one, other = (run(engine, Reweighs, **options) for engine in ("sequential", "vectorized"))
     assert_agree(one, other)
     assert traced(other) == 0
+
+
+class Distils(Ordinary):
+    """Has a teacher in a list, out of Lightning's sight, and does not freeze it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = [torch.nn.Linear(FEATURES, CLASSES).double()]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self(batch[0])
+        return F.cross_entropy(out, batch[1]) + F.mse_loss(out, self.teacher[0](batch[0]).detach())
+
+
+@pytest.mark.filterwarnings("error:Local steps run untraced")
+@pytest.mark.parametrize("algorithm", [FedAvg(), Mime(SGDm())], ids=["FedAvg", "Mime"])
+def test_teacher_outside_the_module_is_traced(algorithm: Any) -> None:
+    options: dict[str, Any] = {**OPTIONS, "algorithm": algorithm}
+    one, other = (run(engine, Distils, **options) for engine in ("sequential", "vectorized"))
+    assert_agree(one, other)
+    assert traced(other) > 0
 
 
 class Tempered(Ordinary):
