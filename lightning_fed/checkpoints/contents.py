@@ -139,7 +139,7 @@ def check_loads(value: Any, what: str) -> None:
     safe = _without_numpy(value)
     if not _loads(safe):
         raise FederatedError(
-            f"{what} holds {', '.join(_kinds(safe))}, which does not load from a checkpoint without running code. Use"
+            f"{what} holds {', '.join(_kinds(safe))}, which does not load without running code. Use"
             " numbers, text, tensors, and dicts and lists of them, or allow the type with"
             " torch.serialization.add_safe_globals."
         )
