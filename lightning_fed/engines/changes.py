@@ -178,7 +178,9 @@ def values_in(value: Any, left: list[int] | None = None, above: tuple[int, ...] 
 
 def _inside(value: Any) -> Any:
     """Return the value itself if it is a collection, otherwise its attributes; None if it is not inspected."""
-    if isinstance(value, (list, tuple, deque, dict, set, frozenset)):
+    if isinstance(value, tuple):
+        return tuple.__getitem__(value, slice(None))  # without the methods of its class: e3nn's refuse len()
+    if isinstance(value, (list, deque, dict, set, frozenset)):
         return value
     if isinstance(value, (*_OPAQUE, random.Random)):
         return None

@@ -250,3 +250,19 @@ def test_numbers_of_a_tensor_subclass_are_compared() -> None:
     assert numbers_in(held.clone()) == before
     held.add_(1.0)
     assert numbers_in(held) != before
+
+
+class Irrep(tuple):
+    """A tuple without a length, as in e3nn."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_contents_of_a_tuple_without_a_length_are_compared() -> None:
+    module, inner = nn.Linear(2, 2), SimpleNamespace(value=0.0)
+    module.kinds = [Irrep((1, inner))]
+    snapshot = taken(module)
+    assert snapshot.changed() is None
+    inner.value = 1.0
+    assert snapshot.changed() == ("attribute", "kinds")
