@@ -291,7 +291,7 @@ KEEP = {"local_optimizer_state": "keep"}
         (partial(Nests, lr=0.1), {}, "Nests, whose state_dict.. has 'inner' instead of 'param_groups'"),
         (lambda params: Counts(params, {}), {}, "Counts, whose parameter group has lr=None"),
         (lambda params: Counts(params, {"lr": 0.1}), KEEP, "Counts changes the option 'step' of a parameter group"),
-        (lambda params: Counts(params, {"lr": 0.1}), {"algorithm": Mime()}, "Counts changes .*, but Mime keeps only tensors"),
+        (lambda params: Counts(params, {"lr": 0.1}), {"algorithm": Mime()}, "Counts changes .*, but Mime keeps"),
         (partial(Lists, lr=0.1), KEEP, "Lists changes 'past' in its state"),
         (partial(Shares, lr=0.1), KEEP, "Shares changes 'k' in its state"),
     ],
