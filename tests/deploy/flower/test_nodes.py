@@ -148,10 +148,13 @@ def test_registrations_arrive_before_the_last_reply(
 ) -> None:
     transport = FlowerTransport(None, [0, 1], 10.0, 10.0)  # type: ignore[arg-type]
     task, late = (Message({"client": client, "phase": "train", "round": 0}) for client in (0, 1))
-    for name, result in (("_query_nodes", []), ("_send", None), ("_pull", [task, late])):
+    sent: list[list[Any]] = []
+    for name, result in (("_query_nodes", []), ("_pull", [task, late])):
         monkeypatch.setattr(transport, name, lambda *_, result=result: result)
+    monkeypatch.setattr(transport, "_send", lambda missing: sent.append(list(missing)))
     come = [one.client for one in transport.exchange({0: task}, {1: late}) if not isinstance(one, Absent)]
     assert come == [1, 0]
+    assert sent == [[1, 0]], "a message to a node ends where the next task is too large"
 
 
 def test_client_ids_with_equal_text_are_rejected() -> None:
