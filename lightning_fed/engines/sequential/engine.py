@@ -86,7 +86,7 @@ class SequentialEngine(Engine):
         self._delta = torch.empty_like(self.flat.y)  # reused for every client: allocating takes longer than subtracting
         self._has_checked = False  # whether attributes were checked after one client's work
         self._readings: list[Reading] = []  # clients whose numbers are still on the device
-        self.epoch_loop.prepare()
+        self.epoch_loop.prepare(reads_loss=bool(self.optimizer.readers))
         if self.algorithm.full_grad_at or self.algorithm.anchor_at or self.algorithm.looks_ahead:
             warn_of_gradient_hooks(self.trainer, self.algorithm)
         privacy = prepared.settings.client_privacy

@@ -70,8 +70,11 @@ class ClientOptimization(_AutomaticOptimization):
         self.has_fast_path = False
         self._has_context = True  # whether forward passes run in a context
 
-    def prepare(self) -> None:
-        """Check once per fit whether only forward and backward happen between batch and step."""
+    def prepare(self, reads_loss: bool) -> None:
+        """Check once per fit whether only forward and backward happen between batch and step.
+
+        ``reads_loss`` tells whether the optimizer may read the loss, which the fast path does not pass on.
+        """
         trainer, module = self.trainer, self.trainer.lightning_module
         self._module, self._precision = module, trainer.precision_plugin  # cached: properties take several calls
         self.split = split_of(trainer)
@@ -87,7 +90,7 @@ class ClientOptimization(_AutomaticOptimization):
             and isinstance(trainer.profiler, PassThroughProfiler)
             and trainer.accumulate_grad_batches == 1
             and not trainer.gradient_clip_val
-            and not any(optimizer.readers for optimizer in trainer.optimizers)
+            and not reads_loss
             and not plugin_step_hooks(trainer)
             and not overridden_hooks(trainer, of_batches=())
         )
@@ -314,8 +317,8 @@ class ClientEpochLoop(_TrainingEpochLoop):
     def _broadcast_sigterm_tensor(self) -> None:
         """Do nothing: every process checks for signals at every step, and informs the others afterwards."""
 
-    def prepare(self) -> None:
-        """Find the hooks in use, once per fit."""
+    def prepare(self, reads_loss: bool) -> None:
+        """Find the hooks in use, once per fit; ``reads_loss`` as in :meth:`ClientOptimization.prepare`."""
         trainer, module = self.trainer, self.trainer.lightning_module
         self.takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self._precision = trainer.precision_plugin  # cached: the property takes several calls a step
@@ -329,7 +332,7 @@ class ClientEpochLoop(_TrainingEpochLoop):
         }
         self.uses_start_hooks = self._uses["on_train_batch_start"]
         self._steps_itself = not module.automatic_optimization
-        self.automatic_optimization.prepare()
+        self.automatic_optimization.prepare(reads_loss)
         self._has_hooks = any(self._uses.values()) or not self.automatic_optimization.has_fast_path
         self._split = split_of(trainer)
         self._has_warned_of_step = False
