@@ -11,7 +11,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
@@ -425,12 +425,16 @@ def _is_one(value: Any, other: Any) -> bool:
 class TensorMarks:
     """The identities and write counts of a module's parameters and buffers, and the update counts of its metrics.
 
-    Trained parameters are included if ``with_trained``.
+    Trained parameters are included if ``with_trained``. ``parts`` are the module's :func:`parts_of` if these stay the
+    same; a search takes longer than the rest.
     """
 
-    def __init__(self, module: nn.Module, with_trained: bool = False) -> None:
-        self._module, self._with_trained, parts = module, with_trained, list(parts_of(module))
+    def __init__(
+        self, module: nn.Module, with_trained: bool = False, parts: Sequence[tuple[str, nn.Module]] | None = None
+    ) -> None:
+        self._module, self._with_trained, self._parts = module, with_trained, parts
         self._marks, self._alive = dict[Key, Any](), list[Any]()  # kept alive so that ids stay unique
+        parts = list(parts_of(module)) if parts is None else parts
         for key, value in own_tensors(parts):
             if with_trained or not value.requires_grad:
                 self._marks[key] = id(value), _version_of(value)
@@ -444,7 +448,7 @@ class TensorMarks:
 
     def changed(self, *kinds: str) -> Key | None:
         """Return the kind ("parameter", "buffer" or "metric") and name of a changed one, by default of any kind."""
-        was, now = self._marks, TensorMarks(self._module, self._with_trained)._marks
+        was, now = self._marks, TensorMarks(self._module, self._with_trained, self._parts)._marks
         if was == now:
             return None
         keys = (key for key in (*was, *now) if was.get(key) != now.get(key))

@@ -184,6 +184,7 @@ class Trace:
         self.graph, self.notes, self.round = graph, notes, round
         self.checked: dict[Any, dict[str, Any] | None] = {}
         self._names = graph.names
+        self._loss = -1 - len(graph.names)  # its position among the results
         self._once = _under(dtype, _module_of(graph.owner, graph.once).forward)
         self._call = _under(dtype, _module_of(graph.owner, graph.call).forward)
 
@@ -199,8 +200,9 @@ class Trace:
         Arguments are the inputs except constants, the results of :meth:`once`, and the factor of the move.
         """
         results = self._call(*arguments)
-        start = len(results) - len(self._names) - 1
-        return results[:start], results[start], dict(zip(self._names, results[start + 1 :], strict=True))
+        at = self._loss
+        values = dict(zip(self._names, results[at + 1 :], strict=True)) if self._names else {}
+        return results[:at], results[at], values
 
 
 def _module_of(owner: nn.Module, graph: fx.Graph) -> fx.GraphModule:

@@ -6,7 +6,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.func import vmap
-from torch.utils import _pytree as pytree
 
 from lightning_fed.core.devices import memory_of
 from lightning_fed.core.flat import Layout
@@ -163,7 +162,16 @@ def of_each(function: Callable[..., Any], arguments: tuple[Any, ...], count: int
     """Apply a function of one client's tensors, in dicts and tuples, to all clients' stacked ones [S, ...]."""
     if count > 1:
         return vmap(function)(*arguments)
-    return pytree.tree_map(lambda value: value[None], function(*pytree.tree_map(lambda value: value[0], arguments)))
+    return _in_tensors(function(*_in_tensors(arguments, 0)), None)
+
+
+def _in_tensors(value: Any, index: int | None) -> Any:
+    """Index all tensors in dicts and tuples; ``torch.utils._pytree`` takes five times as long."""
+    if isinstance(value, Tensor):
+        return value[index]
+    if isinstance(value, tuple):
+        return tuple([_in_tensors(part, index) for part in value])
+    return {name: _in_tensors(part, index) for name, part in value.items()}
 
 
 def stack_states(states: Sequence[State], order: Sequence[int]) -> State:

@@ -404,6 +404,7 @@ class ChangeTracker:
         self.algorithm = algorithm
         self.module = trainer.lightning_module
         self._attributes = Snapshot()
+        self._parts: Sequence[tuple[str, nn.Module]] = ()  # of the module in this round; a new one changes attributes
         self._tensors: TensorMarks | None = None  # see begin_work
         self._worked = 0  # how many times clients have worked in this round
         self._in_a_row = 0  # consecutive rounds before which an attribute changed
@@ -416,7 +417,7 @@ class ChangeTracker:
 
     def begin_round(self) -> bool:
         """Return whether an attribute has changed since the last record, and record all if so."""
-        self._worked, found = 0, self._attributes.changed()
+        self._worked, self._parts, found = 0, list(parts_of(self.module)), self._attributes.changed()
         self._in_a_row = 0 if found is None else self._in_a_row + 1
         if found is not None and self._in_a_row == _WARN_AFTER:
             rank_zero_warn(
@@ -430,7 +431,7 @@ class ChangeTracker:
 
     def begin_work(self) -> None:
         """Record buffers, metrics and frozen parameters before clients work."""
-        self._tensors = TensorMarks(self.module)
+        self._tensors = TensorMarks(self.module, parts=self._parts)
 
     def check_work(self) -> None:
         """Raise if ``training_step`` has begun to have side effects.
