@@ -142,15 +142,10 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-# files of a run next to the app, not for sites
-_NOT_SENT = "/flower/\n/logs/\n/sites/\n/lightning_logs/\n*.ckpt*\n/run.lock\n"
-
-
 def write(who: str, config: Path, out: Path, shares: list[list[ClientId]], rounds: int | None) -> str:
     """Write the app of a configuration, and return how to run it."""
     values = {"name": NAME, "count": str(len(shares))}
     made = write_app(who, config, Path(__file__).parent / "app", out, out / NAME, rounds, values)
-    (out / ".gitignore").write_text(_NOT_SENT, encoding="utf-8")
     return f"{made} {out}: the app, which `flwr run {out}` starts where a SuperLink is."
 
 
