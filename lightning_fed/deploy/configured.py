@@ -1,7 +1,6 @@
 """``lightning-fed deploy``: the app that creates a configuration's trainer, model and data, and its local run."""
 
 import importlib
-import shutil
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from string import Template
 from typing import Any
 
 import yaml
+from filelock import FileLock, Timeout
 from jsonargparse import ArgumentParser
 
 from lightning_fed.cli.configuration import CellParts
@@ -72,33 +72,46 @@ class Configured:
 
 def write_app(
     who: str, config: Path, templates: Path, out: Path, package: Path, rounds: int | None, values: Mapping[str, str]
-) -> None:
+) -> str:
     """Write the files of a folder of templates into ``out``, and a package with the configuration.
 
-    Errors name ``who``. ``package`` is the package's folder, ``rounds`` the largest number of rounds, and ``values``
-    replace names in the templates; "config" is the name of the file with the configuration.
+    Files that are there already stay. Errors name ``who``. ``package`` is the package's folder,
+    ``rounds`` the largest number of rounds, and ``values`` replace names in the templates; "config" is the name of the
+    file with the configuration.
+
+    Returns:
+        "Made" or "Found", for a message.
+
+    Raises:
+        FederatedError: If one of the files is there with other content, or ``out`` cannot be written.
     """
     values = {"config": "config.yaml", **values}
+    kept = yaml.safe_load(config.read_text(encoding="utf-8"))
+    if rounds is not None:
+        trainer = kept.setdefault("trainer", {})
+        name = "max_epochs" if trainer.get("max_rounds") is None and "max_epochs" in trainer else "max_rounds"
+        given = trainer.get(name)
+        trainer[name] = rounds if given is None or given == -1 else min(rounds, given)
+    texts = {package / "__init__.py": "", package / values["config"]: yaml.safe_dump(kept, sort_keys=False)}
+    sources = {out / file.relative_to(templates): file for file in templates.rglob("*.in")}
+    for path, source in {**sources, package / _TASK.name: _TASK}.items():
+        text = Template(source.read_text(encoding="utf-8")).substitute(values)
+        texts[path.with_name(path.name.removesuffix(".in"))] = text
     try:
-        package.mkdir(parents=True)
-        sources = {out / file.relative_to(templates): file for file in templates.rglob("*.in")}
-        for path, source in {**sources, package / _TASK.name: _TASK}.items():
+        missing = [path for path in texts if not path.exists()]
+        for path in texts:
+            if path not in missing and path.read_text(encoding="utf-8", errors="replace") != texts[path]:
+                raise FederatedError(
+                    f"{who}: {out} has another app or project already: its {path.relative_to(out)} is not what these"
+                    " arguments give. To continue a run, give the arguments that its app was made with. To start"
+                    " another one, give another folder by --out."
+                )
+        for path in missing:
             path.parent.mkdir(parents=True, exist_ok=True)
-            text = Template(source.read_text(encoding="utf-8")).substitute(values)
-            path.with_name(path.name.removesuffix(".in")).write_text(text, encoding="utf-8")
-        (package / "__init__.py").touch()
-        kept = yaml.safe_load(config.read_text(encoding="utf-8"))
-        if rounds is not None:
-            trainer = kept.setdefault("trainer", {})
-            name = "max_epochs" if trainer.get("max_rounds") is None and "max_epochs" in trainer else "max_rounds"
-            given = trainer.get(name)
-            trainer[name] = rounds if given is None or given == -1 else min(rounds, given)
-        (package / values["config"]).write_text(yaml.safe_dump(kept, sort_keys=False), encoding="utf-8")
-    except FileExistsError as error:
-        raise FederatedError(f"{who}: {out} has an app already. Give another folder by --out.") from error
+            path.write_text(texts[path], encoding="utf-8")
     except OSError as error:
-        shutil.rmtree(package, ignore_errors=True)
         raise FederatedError(f"{who}: {out} cannot be written: {error.strerror}.") from error
+    return "Made" if missing else "Found"
 
 
 def share_clients(who: str, clients: list[ClientId], sites: int) -> list[list[ClientId]]:
@@ -127,7 +140,10 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("--config", "-c", type=str, required=True, help="A configuration of `lightning-fed fit`.")
     parser.add_argument("--sites", type=int, default=3, help="The number of sites; each has a share of the clients.")
     parser.add_argument(
-        "--out", type=str, default="federated_app", help="A new folder, for the app and all that the run writes."
+        "--out",
+        type=str,
+        default="federated_app",
+        help="A folder for the app and all that the run writes. The same command continues a run that has ended there.",
     )
     parser.add_argument(
         "--rounds",
@@ -153,7 +169,11 @@ def deploy(args: list[str] | None = None) -> None:
     trial: Any = importlib.import_module(f"lightning_fed.deploy.{room}.configured")
     print(trial.write(who, config, out, shares, rounds))
     if said.run:
-        with _ended_by_signals():
+        try:
+            held = FileLock(out / "run.lock", timeout=0).acquire()
+        except Timeout as error:
+            raise FederatedError(f"{who}: another run is at work in {out}. End it, or give another --out.") from error
+        with held, _ended_by_signals():
             trial.run(who, out, shares)
         print(f"The run is complete: {out / 'last.ckpt'}")
 

@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from typing import Any, TypeVar
@@ -51,22 +52,34 @@ class Registration:
 class Registrations:
     """The registrations of a run's clients.
 
-    A client that has not registered in time still counts as one of N. It may be sampled, with the mean number of
-    examples of the others, and then fails in that round. It may register later. A client is refused if it has more
-    than ``max_examples`` or another batch size than the required one. It is also refused if its inputs and targets mean
-    something else than an earlier client's.
+    A client that has not registered in time still counts as one of N. It may be sampled, with the numbers of its
+    ``earlier`` registration or else the mean number of examples of the others, and then fails in that round. It may
+    register later. A client is refused if it has more than ``max_examples`` or another batch size than the required
+    one. It is also refused if its inputs and targets mean something else than an earlier client's.
     """
 
     def __init__(
-        self, client_ids: Sequence[ClientId], max_examples: int | None = None, batch_size: int | None = None
+        self,
+        client_ids: Sequence[ClientId],
+        max_examples: int | None = None,
+        batch_size: int | None = None,
+        earlier: Mapping[ClientId, Mapping[str, Any]] | None = None,
     ) -> None:
         self.client_ids, self._max_examples, self._batch_size = client_ids, max_examples, batch_size
         self.known: dict[ClientId, Registration] = {}  # in the order of the ids once :meth:`close` was called
         self.unregistered: set[ClientId] = set()
         self._late: dict[ClientId, Registration] = {}
+        self._earlier: dict[ClientId, Registration] = {}
+        for client_id in client_ids:
+            if earlier and client_id in earlier:
+                with suppress(FederatedError):  # the limits are new ones
+                    self._earlier[client_id] = self._read(client_id, earlier[client_id])
 
     def add(self, client_id: ClientId, header: Mapping[str, Any]) -> None:
         """Add a client's registration. A late one counts from :meth:`accept_late` on."""
+        (self._late if client_id in self.unregistered else self.known)[client_id] = self._read(client_id, header)
+
+    def _read(self, client_id: ClientId, header: Mapping[str, Any]) -> Registration:
         fields = Fields(f"The reply of client {client_id!r}", header)
         size = fields.count("size")
         if self._max_examples is not None and size > self._max_examples:
@@ -83,8 +96,7 @@ class Registrations:
             )
         columns = self._compare_columns(client_id, header.get("columns", []))
         batch_size = batch_size if is_count(batch_size, 1) else None
-        found = Registration(size, batches, batch_size, fields.count("val_size"), columns)
-        (self._late if client_id in self.unregistered else self.known)[client_id] = found
+        return Registration(size, batches, batch_size, fields.count("val_size"), columns)
 
     def _compare_columns(self, client_id: ClientId, found: Any) -> tuple[str, ...]:
         """Return the meaning of a client's columns; raise if an earlier client's differ."""
@@ -105,11 +117,20 @@ class Registrations:
 
     def close(self) -> None:
         """End the registration, and record the clients that have not registered."""
+        self.unregistered = set(self.client_ids) - self.known.keys()
+        self.known = {**self._earlier, **self.known}
         sizes = [known.size for known in self.known.values() if known.size]
         self._compare_batch_sizes()
-        typical = Registration(max(1, round(sum(sizes) / max(1, len(sizes)))), 0, None)
-        self.unregistered = set(self.client_ids) - self.known.keys()
-        self.known = {client_id: self.known.get(client_id, typical) for client_id in self.client_ids}
+        self._typical = Registration(max(1, round(sum(sizes) / max(1, len(sizes)))), 0, None)
+        self.known = {client_id: self.known.get(client_id, self._typical) for client_id in self.client_ids}
+
+    def numbers(self) -> dict[ClientId, dict[str, int | None]]:
+        """Return the numbers of all clients that have ever registered: ``earlier`` of a restarted server."""
+        return {
+            client_id: {name: getattr(known, name) for name in ("size", "batches", "batch_size", "val_size")}
+            for client_id, known in self.known.items()
+            if known is not self._typical
+        }
 
     def pending(self) -> list[ClientId]:
         """Return the clients that have not registered yet."""

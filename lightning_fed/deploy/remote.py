@@ -132,8 +132,9 @@ class RemoteClients(FederatedDataModule):
                 "The run was begun with an earlier version of lightning_fed, whose sites kept states under other names."
                 " Continue with that version, or start a new run."
             )
-        run.sites = {"run": run.sites.get("run") or secrets.token_hex(8), "versions": versions}
-        self._sites = sites = Registrations(self.client_ids, self._max_examples, self._asked_batch_size)
+        earlier = run.sites.get("numbers")  # a checkpoint of an earlier version has none
+        run.sites = {"run": run.sites.get("run") or secrets.token_hex(8), "versions": versions, "numbers": earlier}
+        self._sites = sites = Registrations(self.client_ids, self._max_examples, self._asked_batch_size, earlier)
         facts = {**self._stated[1], **optimizer_facts(trainer)}
         exchange = Exchange(self.transport, trainer, sites, run.sites["run"], facts)
         if self._agree_on:
@@ -141,6 +142,7 @@ class RemoteClients(FederatedDataModule):
             if self._make_val is not None:
                 self.val = self._make_val(words)
         exchange.register(words)
+        run.sites["numbers"] = sites.numbers()
         sizes = [known.batch_size for known in sites.known.values() if known.batch_size]
         self.batch_size = min(sizes, default=1)
         return RemoteWork(trainer, exchange)
@@ -366,6 +368,7 @@ class RemoteWork(ClientHalf):
             versions = dict.fromkeys(map(self._loop.population.index_of, report.clients), version)
             run.sites = {**run.sites, "versions": {**run.sites["versions"], **versions}}
         if self._sites.accept_late():
+            run.sites = {**run.sites, "numbers": self._sites.numbers()}
             run.load_population()
 
     def end(self) -> None:

@@ -46,7 +46,7 @@ class RunState:
         self.ranks = Ranks()
         self.steps_taken = 0  # local steps of all clients in all completed rounds
         # Remote clients only: "run" is the run's name at their sites. "versions" has the versions of the states there,
-        # by stored index, each with its fit.
+        # by stored index, each with its fit. "numbers" has the numbers that clients have registered with, by id.
         self.sites: dict[str, Any] = {}
         self._server: Server | None = None
         self._elsewhere: ClientHalf | None = None  # answers for remote clients of a starting fit

@@ -20,22 +20,31 @@ def test_clients_are_distributed_over_the_sites() -> None:
             share_clients("deploy", [wrong], 1)
 
 
-def test_templates_are_written_once_as_a_tree(tmp_path: Path) -> None:
+def test_templates_are_written_once_as_a_tree_and_never_replaced(tmp_path: Path) -> None:
     templates, out, config = tmp_path / "templates", tmp_path / "out", tmp_path / "config.yaml"
     (templates / "deep").mkdir(parents=True)
     (templates / "deep" / "a.json.in").write_text("[$number]")
     config.write_text(yaml.safe_dump({"trainer": {"max_rounds": 9}}))
-    write_app("deploy", config, templates, out, out / "package", 4, {"number": "7"})
+    assert write_app("deploy", config, templates, out, out / "package", 4, {"number": "7"}) == "Made"
     assert (out / "deep" / "a.json").read_text() == "[7]"
     assert {path.name for path in (out / "package").iterdir()} == {"__init__.py", "config.yaml", "task.py"}
     assert yaml.safe_load((out / "package" / "config.yaml").read_text()) == {"trainer": {"max_rounds": 4}}
-    with pytest.raises(FederatedError, match="has an app already. Give another folder by --out"):
-        write_app("deploy", config, templates, out, out / "package", 4, {"number": "8"})
+    assert write_app("deploy", config, templates, out, out / "package", 4, {"number": "7"}) == "Found"
+    for rounds, number, file in ((4, "8", "deep/a.json"), (5, "7", "package/config.yaml")):
+        with pytest.raises(FederatedError, match=f"has another app or project already: its {file} is not what"):
+            write_app("deploy", config, templates, out, out / "package", rounds, {"number": number})
+    (out / "package" / "task.py").write_text("a user's own")
+    with pytest.raises(FederatedError, match="its package/task.py is not .* give another folder by --out"):
+        write_app("deploy", config, templates, out, out / "package", 4, {"number": "7"})
+    assert (out / "package" / "task.py").read_text() == "a user's own"
+    (tmp_path / "mine" / "deep").mkdir(parents=True)
+    (tmp_path / "mine" / "deep" / "a.json").write_text("a user's own")
+    with pytest.raises(FederatedError, match="its deep/a.json is not what"):
+        write_app("deploy", config, templates, tmp_path / "mine", tmp_path / "mine" / "package", 4, {"number": "7"})
+    assert not (tmp_path / "mine" / "package").exists()
     (tmp_path / "file").touch()
     with pytest.raises(FederatedError, match="cannot be written"):
-        write_app(
-            "deploy", config, templates, tmp_path / "file" / "out", tmp_path / "file" / "out" / "package", None, {}
-        )
+        write_app("deploy", config, templates, tmp_path / "file", tmp_path / "file" / "a", None, {"number": "7"})
 
 
 QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")

@@ -110,9 +110,9 @@ def test_client_whose_data_change_during_a_run_is_rejected(
 
 
 class Ill(FederatedDataModule):
-    """Simulated clients. At first, one of them cannot be read."""
+    """Simulated clients. One of them cannot be read while it is ill."""
 
-    is_ill = True
+    is_ill = False
 
     def client_batches(self, client_id: Any) -> Any:
         if client_id == LATE and self.is_ill:
@@ -120,26 +120,60 @@ class Ill(FederatedDataModule):
         return super().client_batches(client_id)
 
 
-class Cure(FederatedCallback):
-    """Makes all clients readable from a round on."""
+class Illness(FederatedCallback):
+    """Makes one client unreadable in some rounds."""
 
-    def __init__(self, round: int) -> None:
-        self.round = round
+    def __init__(self, *rounds: int) -> None:
+        self.rounds = rounds
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.datamodule.is_ill = 0 in self.rounds
 
     def on_round_end(self, trainer: Any, pl_module: Any, round_report: RoundReport) -> None:
-        trainer.datamodule.is_ill = round_report.round + 1 < self.round
+        trainer.datamodule.is_ill = round_report.round + 1 in self.rounds
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", ["FedAvg", "Scaffold ii"])
 def test_late_client_counts_as_failed_in_earlier_rounds(method: str, tmp_path: Path) -> None:
     """N counts the client from the start, and SCAFFOLD's mean of control variates depends on N."""
-    expected = make_trainer(method, callbacks=[Cure(2)], **DROPS)
+    expected = make_trainer(method, callbacks=[Illness(0, 1)], **DROPS)
     expected.fit(model(), Ill(clients=clients(SIZES), batch_size=4))
     module, wire = model(), Wire(tmp_path, partial(make_trainer, method, **DROPS))
     late(wire)
     wire.run(module)
     assert torch.equal(parameters(module), parameters(expected.lightning_module))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("method", ["FedAvg", "Scaffold i", "Scaffold ii"])
+def test_registered_size_of_an_absent_client_counts_after_a_restart(method: str, tmp_path: Path) -> None:
+    sampler = WeightedSampler(6, weights="examples")
+    make = partial(make_trainer, method, clients_per_round=None, sampler=sampler, **DROPS)
+    expected = make(callbacks=[Illness(2, 3)])
+    expected.fit(model(), Ill(clients=clients(SIZES), batch_size=4))
+    module, wire, two, three = model(), Wire(tmp_path, make), tmp_path / "two.ckpt", tmp_path / "three.ckpt"
+    wire.run(trainer=make(max_rounds=2), save={2: two})
+    wire.comes = lambda task: [] if task.client == LATE else wire.answers(task)
+    wire.run(ckpt_path=two, trainer=make(max_rounds=3), save={3: three})  # it is still known after the next restart
+    wire.phases.clear()
+    late(wire, comes_in=(3, "train"))
+    wire.run(module, ckpt_path=three)
+    assert torch.equal(parameters(module), parameters(expected.lightning_module))
+
+
+@pytest.mark.thorough
+def test_checkpoint_without_registered_sizes_resumes(tmp_path: Path) -> None:
+    """An earlier version did not save them."""
+    make, two = partial(make_trainer, "FedAvg", clients_per_round=1.0, **DROPS), tmp_path / "two.ckpt"
+    wire = Wire(tmp_path, make)
+    wire.run(trainer=make(max_rounds=2), save={2: two})
+    saved = torch.load(two, weights_only=False)
+    del saved["loops"]["fit_loop"]["state_dict"]["sites"]["numbers"]
+    torch.save(saved, two)
+    wire.comes = lambda task: [] if task.client == LATE else wire.answers(task)
+    fitted, _ = wire.run(ckpt_path=two)
+    assert fitted.datamodule.client_size(LATE) == round((15 + 8 + 6) / 3)
 
 
 def test_unregistered_client_is_named_and_too_many_end_the_run(tmp_path: Path) -> None:
@@ -202,6 +236,21 @@ def test_unregistered_client_counts_with_mean_size_until_accepted() -> None:
     assert (found.unregistered, found.pending(), found.known["b"].size) == ({"b"}, [], 8)
     assert found.accept_late()
     assert (found.unregistered, found.known["b"]) == (set(), Registration(3, 3, 4))
+
+
+def test_restarted_server_knows_registered_clients_within_its_limits() -> None:
+    found = Registrations(["a", "b", "c", "d"])
+    found.add("a", registration(5, batch_size=2))
+    found.add("b", registration(900))
+    found.add("c", registration(30))
+    found.close()
+    again = Registrations(["a", "b", "c", "d"], max_examples=100, earlier=found.numbers())
+    again.add("c", registration(10))
+    again.close()
+    assert again.known["a"] == Registration(5, 3, 2)
+    assert [again.known[client].size for client in "abcd"] == [5, 8, 10, 8]
+    assert again.unregistered == {"a", "b", "d"}
+    assert list(again.numbers()) == ["a", "c"]
 
 
 def test_registration_with_invalid_counts_is_rejected() -> None:

@@ -27,8 +27,8 @@ def write(who: str, config: Path, out: Path, shares: list[list[ClientId]], round
         "state_dir": repr(str(out / "sites")),
     }
     job = out / "job"
-    write_app(who, config, Path(__file__).parent / "app", out, job / "app" / "custom" / NAME, rounds, values)
-    return f"Made {job}, which `nvflare job submit -j {job}` gives to a FLARE server."
+    made = write_app(who, config, Path(__file__).parent / "app", out, job / "app" / "custom" / NAME, rounds, values)
+    return f"{made} {job}, which `nvflare job submit -j {job}` gives to a FLARE server."
 
 
 def _sites(shares: Sequence[Sequence[ClientId]]) -> dict[str, list[ClientId]]:

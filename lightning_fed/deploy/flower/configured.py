@@ -142,14 +142,11 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-_NOT_SENT = "/flower/\n/logs/\n/sites/\n/lightning_logs/\n*.ckpt*\n"  # files of a run next to the app, not for sites
-
-
 def write(who: str, config: Path, out: Path, shares: list[list[ClientId]], rounds: int | None) -> str:
     """Write the app of a configuration, and return how to run it."""
-    write_app(who, config, Path(__file__).parent / "app", out, out / NAME, rounds, {"name": NAME})
-    (out / ".gitignore").write_text(_NOT_SENT, encoding="utf-8")
-    return f"Made {out}: the app, which `flwr run {out}` starts where a SuperLink is."
+    values = {"name": NAME, "count": str(len(shares))}
+    made = write_app(who, config, Path(__file__).parent / "app", out, out / NAME, rounds, values)
+    return f"{made} {out}: the app, which `flwr run {out}` starts where a SuperLink is."
 
 
 def run(who: str, out: Path, shares: list[list[ClientId]]) -> None:

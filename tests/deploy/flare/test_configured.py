@@ -56,8 +56,10 @@ def test_job_from_a_configuration_is_valid_for_flare(
         assert site.client_ids == [3, 4]
     assert (custom / "serve.py").read_text().count("federated_app.task:make_") == 3
     assert yaml.safe_load((custom / "federated_app" / "config.yaml.txt").read_text())["trainer"]["max_rounds"] == 50
-    with pytest.raises(SystemExit, match="has an app already"):
-        main(words)
+    main(words)
+    assert "Found" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="has another app or project already"):
+        main([*words, "--sites", "2"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)

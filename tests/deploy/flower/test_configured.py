@@ -53,8 +53,10 @@ def test_app_from_a_configuration_is_valid_for_flower(
     assert len(task.make_val()) == 179
     with FederatedSite(task.make_trainer(), task.make_model(), task.make_data({}), [3, 4], tmp_path / "site") as site:
         assert site.client_ids == [3, 4]
-    with pytest.raises(SystemExit, match="has an app already"):
-        main(words)
+    main(words)
+    assert "Found" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="has another app or project already"):
+        main([*words, "--sites", "2"])
 
 
 class Started:
@@ -90,6 +92,23 @@ def test_signal_ends_everything_that_was_started(number: int, tmp_path: Path, mo
     assert end.value.code == 128 + number
     assert Started.ended == ["all"]
     assert signal.getsignal(number) is before
+
+
+@pytest.mark.thorough
+def test_folder_of_a_run_at_work_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words, runs = ["flower", "--config", QUICKSTART, "--out", str(tmp_path / "app")], list[Path]()
+
+    def run(who: str, out: Path, shares: object) -> None:
+        runs.append(out)
+        if len(runs) == 1:
+            with pytest.raises(FederatedError, match="another run is at work in .*app. End it, or give another --out"):
+                deploy(words)
+
+    monkeypatch.setattr(configured, "run", run)
+    deploy(words)
+    deploy(words)  # it continues once the first has ended
+    assert len(runs) == 2
+    assert not [name for name in sent(tmp_path / "app") if "lock" in name]
 
 
 @pytest.mark.thorough
