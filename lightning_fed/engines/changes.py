@@ -250,8 +250,9 @@ class Snapshot:
     """The state of objects at one time, to detect later changes and restore them.
 
     It compares attributes, contents of collections and plain objects, states of generators, numbers in arrays, and how
-    often tensors were written to. For parameters and buffers, :meth:`changed` only compares how many a module has.
-    Numbers in tensors are not restored (see :class:`TensorCopies`), and numbers in arrays only if there are few.
+    often tensors were written to. For parameters and buffers, :meth:`changed` only compares how many a module has,
+    unless asked for replaced ones. Numbers in tensors are not restored (see :class:`TensorCopies`), and numbers in
+    arrays only if there are few.
 
     ``owners`` are modules by name.
     """
@@ -291,10 +292,11 @@ class Snapshot:
         elif not isinstance(value, (*_PLAIN, tuple, frozenset)) and (inner := _inside(value)) is not None:
             self._held.append((key, value, _inside, dict(inner), None))
 
-    def changed(self, *kinds: str) -> Key | None:
+    def changed(self, *kinds: str, replaced: bool = False) -> Key | None:
         """Return the kind and name of an attribute that has changed, or whose contents have; by default of any kind.
 
-        A new attribute that is None does not count as a change.
+        A new attribute that is None does not count as a change. If ``replaced``, a module's parameter or buffer that is
+        another object now counts, too.
         """
         for (kind, name), part, read, was, names in self._held:
             if read is None and not was and not part:  # fast path: most modules have no hooks
@@ -304,11 +306,10 @@ class Snapshot:
         for key, inner, _, was, _ in self._tensors:
             if len(inner) != len(was):
                 return key
+            if replaced and (found := _changed_names(inner, None, was)):
+                kind, name = key
+                return kind, name.removesuffix("_buffers").removesuffix("_parameters") + found[0]
         return None
-
-    def replaced(self) -> Key | None:
-        """Return the kind and name of a module's parameters or buffers if any of them is another object now."""
-        return next((key for key, *own in self._tensors if _changed_names(*own)), None)
 
     def filled(self) -> list[tuple[dict[str, Any], str]]:
         """Return the dictionaries and keys of values that were None and no longer are."""

@@ -94,7 +94,7 @@ class SettingsSnapshot:
         if (hooked := hooked_parameter(self._prepared.module)) is not None:
             return f"the hooks of the parameter {hooked!r}"
         written = next((key for key, *_ in self._copies.changed()), None)
-        return self._named(written or self._snapshot.changed() or self._snapshot.replaced())
+        return self._named(written or self._snapshot.changed(replaced=True))
 
     def changed_in_module(self) -> str | None:
         """Return a changed attribute or frozen parameter of the module, as text for messages; else None."""

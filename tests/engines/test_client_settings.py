@@ -690,7 +690,7 @@ def test_buffer_replaced_by_a_hook_falls_back_to_sequential() -> None:
     sets = [TensorDataset(torch.randn(8, FEATURES, generator=stream), torch.tensor(y)) for y in labels]
     options = {"clients_per_round": 2, "callbacks": [Replaces()]}
     start = partial(run, make=Weighted, datamodule=partial(FederatedDataModule, clients=sets, batch_size=4), **options)
-    with pytest.warns(UserWarning, match=f"{RESTARTS} 0 .*changes the attribute '_buffers' of Weighted for client 0"):
+    with pytest.warns(UserWarning, match=f"{RESTARTS} 0 .*changes the attribute 'weights' of Weighted for client 0"):
         found = start("auto")
     assert same(state_of(found), state_of(start("sequential")))
 

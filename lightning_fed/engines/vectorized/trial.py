@@ -416,8 +416,12 @@ class ChangeTracker:
             self._attributes.add("attribute", f"algorithm.{name}", part)
 
     def begin_round(self) -> bool:
-        """Return whether an attribute has changed since the last record, and record all if so."""
-        self._worked, self._parts, found = 0, list(parts_of(self.module)), self._attributes.changed()
+        """Return whether an attribute has changed since the last record, and record all if so.
+
+        A buffer or frozen parameter counts if it is another object: traces have the old one.
+        """
+        self._worked, self._parts = 0, list(parts_of(self.module))
+        found = self._attributes.changed(replaced=True)
         self._in_a_row = 0 if found is None else self._in_a_row + 1
         if found is not None and self._in_a_row == _WARN_AFTER:
             rank_zero_warn(

@@ -333,6 +333,41 @@ def test_numbers_read_from_buffers_are_those_of_the_round() -> None:
     assert traced(other) == 0
 
 
+class Replaces(Ordinary):
+    """Puts a new weight of the last class in the place of a buffer, or of a frozen parameter, before each round."""
+
+    of_loss: bool
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", None)
+        self.criterion = torch.nn.CrossEntropyLoss(weight=torch.ones(CLASSES), reduction="none")
+        self.scale = torch.nn.Embedding.from_pretrained(torch.ones(CLASSES, 1))
+
+    def on_train_epoch_start(self) -> None:
+        weight = torch.ones_like(self.scale.weight[:, 0])
+        weight[-1] += self.current_epoch
+        if self.of_loss:
+            self.criterion.weight = weight
+        elif self.current_epoch == 1:
+            self.scale.weight = torch.nn.Parameter(weight[:, None], requires_grad=False)
+        elif self.current_epoch > 1:
+            self.factor = weight
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        losses = self.criterion(self(batch[0]), batch[1]) * self.scale(batch[1])[:, 0]
+        return (losses if self.factor is None else losses * self.factor[batch[1]]).mean()
+
+
+@pytest.mark.parametrize("of_loss", [True, False])
+def test_replaced_buffers_and_frozen_parameters_are_those_of_the_round(of_loss: bool) -> None:
+    options: dict[str, Any] = {"datamodule": without_last_class, "clients_per_round": 3}
+    cls = type("Replaces", (Replaces,), {"of_loss": of_loss})
+    one, other = (run(engine, cls, **options) for engine in ("sequential", "vectorized"))
+    assert_agree(one, other)
+    assert traced(other) > 0
+
+
 class Distils(Ordinary):
     """Has a teacher in a list, out of Lightning's sight, and does not freeze it."""
 
