@@ -139,8 +139,12 @@ def _is_own(cls: type) -> bool:
 
 
 def metric_state(metric: Metric) -> dict[str, Any]:
-    """Return a copy of a metric's state and counts, and of the results that it keeps."""
-    return copy_state({name: vars(metric)[name] for name in (*metric.metric_state, *_METRIC_COUNTS)})
+    """Return a copy of a metric's state and counts, and of the results that it keeps.
+
+    A wrapper may name the states of the metric inside, which is a part of its own: ``ClasswiseWrapper`` does.
+    """
+    own = vars(metric)
+    return copy_state({name: own[name] for name in (*metric.metric_state, *_METRIC_COUNTS) if name in own})
 
 
 def copy_state(state: Mapping[str, Any]) -> dict[str, Any]:

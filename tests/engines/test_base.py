@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics import CatMetric, MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.wrappers import ClasswiseWrapper
 
 from lightning_fed import FederatedCallback
 from lightning_fed.algorithms import FedAvg, Mime
@@ -149,3 +151,26 @@ def test_metrics_that_hold_a_graph_are_copied() -> None:
         assert model.metrics["all"].value[-1].requires_grad
         steps.append(model.metrics["mean"].update_count)
     assert steps[1] == 2 * steps[0] == len(model.metrics["all"].value)
+
+
+class Classwise(Ordinary):
+    """Counts per class, with a wrapper that passes on the states of the metric inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics = MetricCollection({"class": ClasswiseWrapper(MulticlassAccuracy(2, average=None))})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.metrics.update(torch.tensor([0, 1]), torch.tensor([0, 0]))
+        return super().training_step(batch, batch_idx)
+
+
+def test_wrappers_of_metrics_are_copied() -> None:
+    """A second gradient of Mime leaves the metric inside a wrapper as the step left it."""
+    steps = []
+    for algorithm in (FedAvg(), Mime()):
+        model = Classwise()
+        run("sequential", lambda model=model: model, max_rounds=1, algorithm=algorithm, on_client_error="drop")
+        steps.append(int(model.metrics["class"].metric.tp.sum() + model.metrics["class"].metric.fn.sum()))
+        assert model.metrics["class"].metric.update_count == steps[-1] / 2
+    assert steps[1] == steps[0] > 0
