@@ -229,7 +229,7 @@ class GradientPass:
                     for i, (batch, own) in enumerate(self._parts(batches)):
                         loss = self._forward(prepare_batch(self.trainer, batch), i) if own else None
                         if loss is not None:
-                            total += (loss.detach() * own).to(total.device)
+                            total += (loss.detach().reshape(()) * own).to(total.device)
                 finally:
                     forget()
                 return float(total)

@@ -44,6 +44,20 @@ def test_assigned_buffer_counts_only_local_steps(method: str) -> None:
     assert float(counted[0]) > 0
 
 
+class OneNumber(Ordinary):
+    """Returns its loss as a tensor of shape [1]."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx).reshape(1)
+
+
+@pytest.mark.thorough
+def test_losses_of_the_population_may_have_one_dimension() -> None:
+    options: dict[str, Any] = {"algorithm": METHODS["FedProx, adaptive"](), "max_rounds": 1}
+    one, other = (state_of(run("sequential", make, **options)) for make in (Ordinary, OneNumber))
+    assert torch.equal(one["x"], other["x"])
+
+
 class Weighted(Counts):
     """Its loss depends on a buffer that every step changes."""
 
