@@ -175,8 +175,7 @@ class _TrialRound:
             )
         hint = "torch.as_tensor(run.num_steps), which is a number with one engine and a tensor with the other"
         send = self._state("finish", update.send, hint=hint)
-        if update.keep:
-            self._state("finish", update.keep, like=client, of="init_client")
+        self._state("finish", update.keep, like=client if update.keep else None, of="init_client")
         return send
 
     # ------------------------------------------------------------------ calls and checks

@@ -173,6 +173,10 @@ TWO = {"reduces": {"delta": "uniform", "k": "uniform"}}
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a state that is none": ({"init_server": lambda self, x: None}, r"init_server\(\) must return a state.*found"),
+    "a kept state that is none": (
+        {"finish": lambda self, y, run: Update({"delta": run.delta}, None)},
+        r"finish\(\) must return a state.*found a NoneType. Return {} for none",
+    ),
     "a number in a state": (
         {"begin_round": lambda self, x, server, cohort: {"r": cohort.round}},
         r"begin_round\(\) returns 'r' as an int, not as a tensor. Return torch.tensor\(0\)",
