@@ -134,7 +134,6 @@ class Engine(ABC):
         self.seed, self.shuffle, self.keeps_solver = prepared.seed, prepared.shuffle, prepared.keeps_solver
         self.gradients, self.split = GradientPass(self.trainer, self.flat, prepared.buffers.owners), prepared.split
         self._has_transfer_hooks = has_transfer_hooks(self.trainer)
-        self._metrics = [m for m in self.trainer.lightning_module.modules() if isinstance(m, Metric)]
 
     @abstractmethod
     def chunks(self, plans: Sequence[WorkPlan]) -> Iterator[Sequence[WorkPlan]]:
@@ -268,7 +267,7 @@ class Engine(ABC):
         """Return a function that undoes later logging of clients, and cleans up after a failed client."""
         module, results = self.trainer.lightning_module, self.trainer.fit_loop.epoch_loop._results
         undo_results, hook = results.savepoint(), module._current_fx_name
-        metrics = [(metric, metric_state(metric)) for metric in self._metrics]
+        metrics = [(metric, metric_state(metric)) for metric in module.modules() if isinstance(metric, Metric)]
 
         def undo() -> None:
             undo_results()

@@ -6,6 +6,7 @@ are sums over all processes.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -51,15 +52,26 @@ class GradientPass:
         self.flat = flat
         self.split = split_of(trainer)
         module = trainer.lightning_module
-        parents = [parent for _, parent in _outside_metrics(module)]
+        self._metrics = list[tuple[nn.Module, str, nn.Module, Any]]()  # with the metric's parent, name and copy
+        self._children = list[dict[str, nn.Module | None]]()  # of each of the module's parts
+        self._known: list[int] | None = None  # the children's ids when the metrics were copied
+        self._buffers = list((buffer_owners(module) if buffers is None else buffers).values())
+        self._logger: list[pl.loggers.Logger] = [DummyLogger()] if trainer.loggers else []
+
+    def _find_metrics(self) -> None:
+        """Give each of the module's metrics an empty copy, and note the children of the module's parts."""
+        parents = [parent for _, parent in _outside_metrics(self.trainer.lightning_module)]
+        # a scripted module's children are not in a dict, and stay the same
+        self._children = [parent._modules for parent in parents if isinstance(parent._modules, dict)]
+        self._known = list(map(id, chain.from_iterable(map(dict.values, self._children))))
         self._metrics = [
             (parent, name, child, copy_metric(child))
             for parent in parents
             for name, child in parent.named_children()
             if isinstance(child, METRICS)
         ]
-        self._buffers = list((buffer_owners(module) if buffers is None else buffers).values())
-        self._logger: list[pl.loggers.Logger] = [DummyLogger()] if trainer.loggers else []
+        for *_, scratch in self._metrics:
+            scratch.reset()
 
     @contextmanager
     def silent(self) -> Iterator[Callable[[], None]]:
@@ -74,11 +86,15 @@ class GradientPass:
         # a step may have assigned another tensor since the fit began
         buffers = [(owner, name, held_by(owner, name)) for owner, name in self._buffers]
         values = [buffer.clone() for _, _, buffer in buffers]
-        for parent, name, _, scratch in self._metrics:
+        # a hook may have added or replaced a metric; by id, since == of two metrics makes a third
+        if self._known != list(map(id, chain.from_iterable(map(dict.values, self._children)))):
+            self._find_metrics()
+        metrics = self._metrics
+        for parent, name, _, scratch in metrics:
             parent._modules[name] = scratch
 
         def forget() -> None:
-            for _, _, _, scratch in self._metrics:
+            for _, _, _, scratch in metrics:
                 scratch.reset()
             with torch.no_grad():
                 for (owner, name, buffer), value in zip(buffers, values, strict=True):
@@ -90,7 +106,7 @@ class GradientPass:
             with unlogged(module):
                 yield forget
         finally:
-            for parent, name, metric, _ in self._metrics:
+            for parent, name, metric, _ in metrics:
                 parent._modules[name] = metric
             forget()
             for p, grad in zip(self.flat.params, grads, strict=True):

@@ -69,6 +69,9 @@ class WithMetric(Ordinary):
         super().__init__(**options)
         self.mean = MeanMetric()
 
+    def on_train_epoch_start(self) -> None:
+        self.mean = MeanMetric()
+
 
 class Asks(FederatedCallback):
     """Asks the engine for a client's gradients and losses, and undoes a client's side effects."""
@@ -95,7 +98,7 @@ def asked() -> dict[float, Asks]:
     found = {}
     for dropout in (0.0, 0.5):
         found[dropout] = Asks()
-        run("sequential", lambda dropout=dropout: WithMetric(dropout=dropout), max_rounds=1, callbacks=found[dropout])
+        run("sequential", lambda dropout=dropout: WithMetric(dropout=dropout), max_rounds=2, callbacks=found[dropout])
     return found
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torchmetrics import MeanMetric
 
 from lightning_fed import FederatedCallback
 from lightning_fed.algorithms import Algorithm, FedAvg, FedDane, FedProx, Mime, MimeMVR, Scaffold, SGDm
@@ -56,6 +57,39 @@ def test_losses_of_the_population_may_have_one_dimension() -> None:
     options: dict[str, Any] = {"algorithm": METHODS["FedProx, adaptive"](), "max_rounds": 1}
     one, other = (state_of(run("sequential", make, **options)) for make in (Ordinary, OneNumber))
     assert torch.equal(one["x"], other["x"])
+
+
+class NewMetrics(Ordinary):
+    """Counts the batches of each round in a new metric, which is added to the others or replaces the last one."""
+
+    def __init__(self, adds: bool) -> None:
+        super().__init__()
+        self.adds, self.tracker, self.made = adds, torch.nn.ModuleList([MeanMetric()]), list[MeanMetric]()
+
+    def on_train_epoch_start(self) -> None:
+        self.made.append(MeanMetric())
+        if self.adds:
+            self.tracker.append(self.made[-1])
+        else:
+            self.tracker[0] = self.made[-1]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.tracker[-1].update(1.0)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("adds", [True, False], ids=["added", "replaced"])
+@pytest.mark.parametrize(
+    "method", ["Mime", *(pytest.param(m, marks=pytest.mark.thorough) for m in ["SCAFFOLD, option i", "FedDANE"])]
+)
+def test_metrics_of_hooks_count_only_local_steps(method: str, adds: bool) -> None:
+    models = [NewMetrics(adds), NewMetrics(adds)]
+    for model, make in zip(models, (METHODS[method], FedAvg), strict=True):
+        run("sequential", lambda model=model: model, algorithm=make(), max_rounds=2)
+        assert model.tracker[-1] is model.made[-1]
+    found, expected = ([metric.update_count for metric in model.made] for model in models)
+    assert found == expected
+    assert min(found) > 0
 
 
 class Weighted(Counts):
