@@ -107,14 +107,17 @@ class AnyBatches:
             for client in step.clients:
                 batch_idx, batch, examples = next(self._batches[client])
                 is_plain = _is_plain(batch) and not self._has_hooks
-                leaves, spec = flatten((_on_device if is_plain else prepare_batch)(self._trainer, batch))
+                moved = (_on_device if is_plain else prepare_batch)(self._trainer, batch)
+                leaves, spec = flatten(moved)
                 for leaf in leaves:
                     if not isinstance(leaf, Tensor):
-                        remedy = "Leave it out of the batch"
+                        where, remedy = " in one", "Leave it out of the batch"
+                        if leaf is moved:
+                            where, remedy = "", "Return a tuple, list or dict of tensors from collate_fn"
                         if is_dataclass(leaf):
                             remedy = f"Register its class: torch.export.register_dataclass({type(leaf).__name__})"
                         raise OnlySequentialError(
-                            f"engine='vectorized' needs batches of tensors only, found {kind_of(leaf)} in one."
+                            f"engine='vectorized' needs batches of tensors only, found {kind_of(leaf)}{where}."
                             f" {remedy}, or use engine='sequential'."
                         )
                 key = (examples, batch_idx if self._by_index else 0, spec, kinds(leaves))

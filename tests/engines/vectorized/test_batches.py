@@ -182,9 +182,32 @@ def examples() -> FederatedDataModule:
 
 @pytest.mark.thorough
 def test_registered_dataclass_is_a_batch() -> None:
-    advice = r"found an Example in one\. Register its class: torch\.export\.register_dataclass\(Example\)"
+    advice = r"found an Example\. Register its class: torch\.export\.register_dataclass\(Example\)"
     with pytest.raises(FederatedError, match=advice):
         run("vectorized", TakesExamples, examples)
     torch.export.register_dataclass(Example)
     sequential, vectorized = (run(engine, TakesExamples, examples) for engine in ("sequential", "vectorized"))
     assert_agree(sequential, vectorized)
+
+
+class Rows:
+    """A batch that is an object, not a collection."""
+
+    def __init__(self, batch: list[Any]) -> None:
+        self.x, self.y = map(torch.stack, zip(*batch, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("collate", "advice"),
+    [
+        (Rows, r"found a Rows\. Return a tuple, list or dict of tensors from collate_fn"),
+        (lambda batch: [Rows(batch)], r"found a Rows in one\. Leave it out of the batch"),
+    ],
+    ids=["whole", "part"],
+)
+def test_batch_with_an_object_is_refused_with_advice(collate: Any, advice: str) -> None:
+    def data() -> FederatedDataModule:
+        return FederatedDataModule(clients((8, 8, 12, 4)), batch_size=4, collate_fn=collate)
+
+    with pytest.raises(FederatedError, match=advice):
+        run("vectorized", TakesExamples, data)
