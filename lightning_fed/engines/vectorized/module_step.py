@@ -325,7 +325,7 @@ class ModuleStep:
             theirs.append(torch.zeros_like(like) if own_grad is None else own_grad)
         mine, own = torch.cat([*map(torch.flatten, grads)]), torch.cat([*map(torch.flatten, theirs)])
         losses = loss.to(point.device), own_loss.to(point.device)
-        # on a CPU, norms of order infinity take ten times as long as both extremes
+        # on a CPU, norms of order infinity take twenty times as long as both extremes
         extremes = chain.from_iterable(map(torch.aminmax, (mine - own, own, point)))
         a, b, *found = numbers_of([*losses, *extremes])  # one wait for the device
         difference, largest, at = (max(-low, high) for low, high in zip(found[::2], found[1::2], strict=True))
