@@ -327,7 +327,8 @@ class _Loop:
             self.model.module.alpha = factor(self.c.attribute, self.ids.index(i))
 
     def _rates(self, r: int, i: Any) -> Tensor:
-        decayed = {"none": 1.0, "step": 0.5**r, "lambda": 1 / (1 + r)}[self.c.schedule]
+        schedule = self.c.schedule if self.c.client_lr == "none" else "none"  # a hook sets each client's rate anew
+        decayed = {"none": 1.0, "step": 0.5**r, "lambda": 1 / (1 + r)}[schedule]
         return LR * self.shares * decayed * factor(self.c.client_lr, self.ids.index(i))
 
     def _local(
